@@ -1,0 +1,307 @@
+"""One step: forward, head, backward, decide, hand to the optimizer. Layer-major: each weight crosses the link once
+forward and once backward, however many micro-batches there are.
+
+              forward                    backward                           next step
+    compute | F0 | F1 | F2 | F3 | loss | B3 | B2 | B1 | B0 |    |    |    | F0 | F1 |
+    h2d     | w1 | w2 | w3 |    |      |    | w1 | w0 |    |    |    | w0 | w1 | w2 |
+    d2h     |    |    |    |    |      |    | g3 | g2 | g1 | g0 |    |    |    |    |
+    host    | u2 | u3 |    |    |      |    |    |    |    |    | u0 | u1 | u2 | u3 |
+
+Four layers, two slots: w copies in, g gradients out, u AdamW. The last two layers are still in their slots when
+backward begins. The gap is the price of exact clipping: u0 needs the global norm, F0 needs u0 and its copy.
+
+The launcher launches F(l), then waits for the update of l+1, then queues its copy: waiting never starves the GPU. It
+reads one thing a step from the device, in `decide`. Steps are deterministic: same seed, same bits, whatever overlaps.
+"""
+import dataclasses
+import math
+import types
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from model.block import Batch, Block
+from model.head import Head
+from model.layout import Weights, block_layout, embedding_layout, head_layout
+from runtime.buffers import BATCH_ARRAYS, Buffers, Shape
+from runtime.optimizer import HostOptimizer, clip_factor
+from runtime.slabs import Slab, Slabs
+from runtime.slots import Slots
+from runtime.stalls import StepTimes, measure
+from runtime.state import HostState
+from runtime.streams import Streams
+
+
+class MicroBatch(Protocol):
+    """int32 arrays [rows] of one micro-batch; see model.block.Batch."""
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    doc_start: np.ndarray
+    doc_end: np.ndarray
+    order: np.ndarray
+
+
+@dataclasses.dataclass
+class StepResult:
+    """loss: mean over the step's supervised tokens, nats. grad_norm: before clipping. lr: what this step's update uses.
+    skipped: nothing was updated. not_finite: "layer 3 down"-like names of what was NaN or inf. times: of the streams."""
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    partial: bool
+    not_finite: list[str]
+    times: StepTimes
+
+
+class Engine:
+    """Launches steps over the state in host memory; owns slots and activations, not the state."""
+
+    def __init__(self, shape: Shape, state: HostState, optimizer: HostOptimizer, slabs: Slabs, streams: Streams,
+                 buffers: Buffers, host_batch: torch.Tensor, host_verdicts: torch.Tensor, ops: types.ModuleType):
+        """host_batch: pinned, like buffers.batch_memory. host_verdicts: pinned fp64 [units, 3]. ops: model.fused or
+        model.reference."""
+        c = shape.config
+        self.shape, self.state, self.optimizer, self.slabs, self.streams = shape, state, optimizer, slabs, streams
+        self.buffers, self.ops = buffers, ops
+        self._host_batch, self._host_verdicts = host_batch, host_verdicts
+        self.head_unit = c.layers + 1
+        layouts = embedding_layout(c), block_layout(c), head_layout(c)
+        self._embedding = Slots(layouts[0], [buffers.embedding_slot], streams)
+        self._layers = Slots(layouts[1], buffers.layer_slots, streams)
+        self._head = Slots(layouts[2], [buffers.head_slot], streams)
+        self._grads = [layout.bind(buffers.grads[:layout.numel]) for layout in layouts]
+        self._tied_grads = layouts[0].bind(buffers.tied_grads) if c.tied else None
+        self._block = Block(c, ops, buffers.workspace)
+        self._final = Head(c, ops, buffers.head, buffers.workspace.partials)
+        self._batch_here, self._verdicts_here = streams.event(), streams.event()
+        self._slab_of: dict[int, Slab] = {}
+        # what the launcher waited for on the host since the last span: (cause, host time it was through)
+        self._waited: list[tuple[str, float]] = []
+        self._micro_batches = 0
+
+    # one step
+
+    def begin(self, micro_batches: Sequence[MicroBatch], supervised: int) -> None:
+        """Launches forward and backward; returns while they run. supervised: tokens with a label, of all micro-batches."""
+        if supervised < 1:
+            raise ValueError("no token of this step is supervised: there is no loss to take a mean of")
+        self.streams.clock.start()
+        self._upload(micro_batches)
+        self._forward(keep=True)
+        self._loss_backward(1.0 / supervised)
+        for layer in reversed(range(self.shape.config.layers)):
+            self._visit(1 + layer, f"B{layer}", self._layer_backward, layer)
+            self._finish(1 + layer, self._grads[1])
+        self._embedding_backward()
+        self._supervised = supervised
+
+    def decide(self) -> StepResult:
+        """Reads norm, finite flags and loss, the step's one wait for the device; hands the gradients to the optimizer."""
+        d2h = self.streams.d2h
+        d2h.copy(self._host_verdicts, self.buffers.verdicts)
+        d2h.record(self._verdicts_here)
+        self._verdicts_here.wait_host()
+        ended = self.streams.clock.now()
+        squares, not_finite, loss = self._host_verdicts.numpy().T
+        units = range(len(squares))
+        norm = math.sqrt(math.fsum(squares)) if np.isfinite(squares).all() else float(np.sqrt(squares.sum()))
+        finite = [not not_finite[u] and math.isfinite(squares[u]) and math.isfinite(loss[u]) for u in units]
+        adamw, applied = self.optimizer.adamw, self.state.applied_steps
+        left_out = [u for u in units if not finite[u]]
+        skipped = bool(left_out) if adamw.clip == "exact" else len(left_out) == len(finite)
+        names = self._not_finite(left_out, loss[0])
+        if adamw.clip == "exact":
+            factor = clip_factor(norm, adamw.max_norm)
+            for unit in units:
+                if skipped:
+                    self._slab_of[unit].release()
+                else:
+                    self.optimizer.submit(unit, self._slab_of[unit], factor, applied)
+        if not skipped:
+            self.state.applied_steps += 1
+        times = measure(self.streams.clock, ended, self.optimizer.take_spans())
+        return StepResult(float(loss[0]) / self._supervised, norm, adamw.schedule.at(applied), skipped,
+                          bool(left_out) and not skipped, names, times)
+
+    # reading only
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Sum of the losses of all supervised tokens, with settled weights; changes nothing."""
+        self._upload(micro_batches)
+        self._forward(keep=False)
+        self._visit(self.head_unit, "loss", self._losses)
+        self.settle()
+        return self.buffers.losses[: self._micro_batches].sum().item()
+
+    def logits(self, micro_batch: MicroBatch, row: int) -> torch.Tensor:
+        """Logits [V] fp32 on the host, of one row of a micro-batch."""
+        self._upload([micro_batch])
+        self._forward(keep=False)
+        out: list[torch.Tensor] = []
+        self._visit(self.head_unit, "logits", lambda: out.append(
+            self._final.logits(self._head.weights(0), self._matrix(), self._boundary(-1, 0)[row:row + 1])))
+        self.settle()
+        return out[0][0].float().cpu()
+
+    def settle(self) -> None:
+        """Blocks until the state in host memory is that of one step, and no copy or kernel is running."""
+        self.optimizer.settle()
+        for stream in (self.streams.compute, self.streams.h2d, self.streams.d2h):
+            event = self.streams.event()
+            stream.record(event)
+            event.wait_host()
+
+    # forward
+
+    def _upload(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Copies the arrays in. All micro-batches have the same number of rows, at most the plan's."""
+        self._micro_batches, self._rows = len(micro_batches), len(micro_batches[0].tokens)
+        host = self._host_batch.numpy()
+        for i, batch in enumerate(micro_batches):
+            for j, name in enumerate(BATCH_ARRAYS):
+                host[i, j, : self._rows] = getattr(batch, name)
+        h2d, used = self.streams.h2d, slice(0, self._micro_batches)
+        h2d.span("batch", h2d.copy, self.buffers.batch_memory[used], self._host_batch[used])
+        h2d.record(self._batch_here)
+        self.streams.compute.wait(self._batch_here)
+
+    def _batch(self, i: int) -> Batch:
+        return Batch(*self.buffers.batch_memory[i, :, : self._rows])
+
+    def _boundary(self, layer: int, i: int) -> torch.Tensor:
+        """The residual stream [rows, D] that enters `layer`; -1 is what leaves the last one."""
+        return self.buffers.boundaries[layer][i][: self._rows]
+
+    def _forward(self, keep: bool) -> None:
+        self._visit(0, "E", self._embed)
+        for layer in range(self.shape.config.layers):
+            self._visit(1 + layer, f"F{layer}", self._layer_forward, layer, keep)
+
+    def _embed(self) -> None:
+        table = self.ops.operand(self._embedding.weights(0), "embedding")
+        for i in range(self._micro_batches):
+            self.ops.embedding(self._batch(i).tokens, table, out=self._boundary(0, i))
+
+    def _layer_forward(self, layer: int, keep: bool) -> None:
+        w = self._layers.weights(layer)
+        for i in range(self._micro_batches):
+            saved = self.buffers.saved[layer][i] if keep else {}
+            self._block.forward(w, self._boundary(layer, i), self._batch(i), saved, self._boundary(layer + 1, i))
+
+    def _losses(self) -> None:
+        for i in range(self._micro_batches):
+            rows = self._final.loss(self._head.weights(0), self._matrix(), self._boundary(-1, i), self._batch(i))
+            self.buffers.losses[i] = rows.sum(dtype=torch.float64)
+
+    # backward
+
+    def _loss_backward(self, scale: float) -> None:
+        self._visit(self.head_unit, "loss", self._head_backward, scale)
+        self._finish(self.head_unit, self._grads[2])
+
+    def _head_backward(self, scale: float) -> None:
+        b, w, grads = self.buffers, self._head.weights(0), self._grads[2]
+        matrix_grads, name = (self._tied_grads, "embedding") if self._tied_grads else (grads, "head")
+        for each in {grads, matrix_grads}:
+            _zero_gaps(each)
+        for i in range(self._micro_batches):
+            rows = self._final.loss_backward(w, self._matrix(), self._boundary(-1, i), self._batch(i), scale, b.dx[i], grads,
+                                             self.ops.operand(matrix_grads, name), accumulate=i > 0)
+            b.losses[i] = rows.sum(dtype=torch.float64)
+        b.verdicts[:, 2] = b.losses[: self._micro_batches].sum()
+
+    def _layer_backward(self, layer: int) -> None:
+        b, w = self.buffers, self._layers.weights(layer)
+        _zero_gaps(self._grads[1])
+        for i in range(self._micro_batches):
+            self._block.backward(w, self._boundary(layer, i), self._batch(i), b.saved[layer][i], b.dx[i], self._grads[1],
+                                 accumulate=i > 0)
+
+    def _embedding_backward(self) -> None:
+        grads = self._tied_grads or self._grads[0]
+
+        def scatter():
+            if not self._tied_grads:
+                grads.flat.zero_()
+            for i in range(self._micro_batches):
+                batch = self._batch(i)
+                self.ops.embedding_backward(self.buffers.dx[i], batch.tokens, batch.order, self.ops.operand(grads, "embedding"),
+                                            V=self.shape.config.vocab, partials=self.buffers.workspace.partials)
+        self._span("dE", scatter)
+        self._finish(0, grads)
+
+    def _finish(self, unit: int, grads: Weights) -> None:
+        """The unit's gradient is complete: takes its norm, rounds it into a stage, sends it to its slab."""
+        stage, n = self.slabs.stage(), grads.flat.numel()
+        verdict = self.buffers.verdicts[unit]
+        self.streams.compute.wait(stage.free)
+        self._span(f"n{unit}", self._round, grads.flat, stage.buffer[:n], verdict[:2], after=[("slab", stage.free.mark)])
+        slab = self.slabs.send(stage, n, verdict, f"g{unit}", self.optimizer.check)
+        if slab.freed_at is not None:
+            self._waited.append(("slab", slab.freed_at))
+        self._slab_of[unit] = slab
+        if self.optimizer.adamw.clip != "exact":
+            self.optimizer.submit(unit, slab, None, self.state.applied_steps)
+
+    def _round(self, gradient: torch.Tensor, out: torch.Tensor, result: torch.Tensor) -> None:
+        self.ops.norm2(gradient, out=out, partials=self.buffers.workspace.partials, result=result)
+
+    # the streams
+
+    def _place(self, unit: int) -> tuple[Slots, int]:
+        """The slots that a unit goes to, and its number among their users."""
+        if unit == 0:
+            return self._embedding, 0
+        return (self._head, 0) if unit == self.head_unit else (self._layers, unit - 1)
+
+    def _fetch(self, unit: int):
+        """Queues the copy of the unit's newest weights once its update is through; returns slots and number."""
+        self.optimizer.wait_updated(unit)
+        slots, number = self._place(unit)
+        slots.fetch(number, self.state.updates[unit], self.state.pieces[unit])
+        return slots, number
+
+    def _visit(self, unit: int, what: str, fn, *args) -> None:
+        """Computes with a unit's weights: behind their copy, in front of the slot's next one."""
+        used = [self._fetch(unit)]
+        if unit == self.head_unit and self.shape.config.tied:
+            used.append(self._fetch(0))
+        after = []
+        for slots, number in used:
+            self.streams.compute.wait(slots.ready(number))
+            after += [("update", self.optimizer.updated_at[unit]), ("weights", slots.ready(number).mark)]
+        self._span(what, fn, *args, after=after)
+        for slots, number in used:
+            slots.release(number)
+
+    def _span(self, what: str, fn, *args, after=()) -> None:
+        self.streams.compute.span(what, fn, *args, after=(*self._waited, *after))
+        self._waited.clear()
+
+    def _matrix(self):
+        """The head's matrix as an operand."""
+        tied = self.shape.config.tied
+        return self.ops.operand(*(self._embedding.weights(0), "embedding") if tied else (self._head.weights(0), "head"))
+
+    def _not_finite(self, units: list[int], loss: float) -> list[str]:
+        """Names of what was not finite: the loss, and the tensors whose gradient in the slab says so."""
+        names = [] if math.isfinite(loss) else ["loss"]
+        for unit in units:
+            if self.optimizer.adamw.clip == "exact":
+                names += self.state.not_finite(unit, self._slab_of[unit].flat)
+            else:
+                # the updating thread has looked before it let the slab go
+                self.optimizer.wait_updated(unit)
+                names += self.optimizer.left_out.pop(unit)
+        return names
+
+
+def _zero_gaps(grads: Weights) -> None:
+    """What lies between tensors is no gradient, whoever used the buffer before."""
+    for begin, end in grads.layout.gaps():
+        grads.flat[begin:end].zero_()
+

@@ -1,0 +1,182 @@
+"""AdamW on the host, layer by layer, in a thread of its own beside the launcher.
+
+With exact clipping the launcher reads the norm once, then hands over every unit in the order of the forward pass, and
+goes on: the next forward waits, unit by unit, for `wait_updated`. With `layer` or `none` a unit is handed over as soon
+as its gradient is on its way, and this thread waits for the copy and reads the unit's own norm.
+
+Decay applies to matrices, not to norms and biases (the head of a flat buffer, up to layout.decay_from).
+Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, with decay scaled by the learning rate.
+"""
+import dataclasses
+import math
+import queue
+import threading
+import time
+
+import numpy as np
+import torch
+
+from runtime.host_adamw import AdamWStep, adamw_step, set_threads, update
+from runtime.slabs import Slab
+from runtime.state import HostState
+
+# elements updated between two looks at the stop flag: some 20 ms
+_RANGE = 1 << 26
+# Pascanu et al., arXiv 1211.5063, as torch.nn.utils.clip_grad_norm_ guards it
+_NORM_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Learning rate by optimizer step: linear warm-up, then cosine, constant, linear or WSD (arXiv 2404.06395).
+
+    kind: cosine, constant, linear, wsd. floor: last learning rate as a share of `lr`. Steps that were skipped do not
+    advance it. decay_share: part of the steps in which WSD falls linearly.
+    """
+    kind: str
+    lr: float
+    warmup: int
+    steps: int
+    floor: float = 0.0
+    decay_share: float = 0.2
+
+    def at(self, step: int) -> float:
+        """Learning rate of the update that follows `step` updates (0 is the first)."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        left = max(self.steps - step, 0) / max(self.steps - self.warmup, 1)
+        share = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left))),
+                 "wsd": min(1.0, left / self.decay_share)}[self.kind]
+        return self.lr * (self.floor + (1 - self.floor) * share)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """Settings of the update, as people name them. clip: exact (one norm over the whole gradient), layer or none."""
+    schedule: Schedule
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: str = "exact"
+    max_norm: float = 1.0
+
+    def step(self, applied: int, decay: bool) -> AdamWStep:
+        """Numbers of update `applied` + 1, rounded once from fp64."""
+        return adamw_step(self.schedule.at(applied), self.beta1, self.beta2, self.eps,
+                          self.weight_decay if decay else 0.0, applied + 1)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients are multiplied with: never above 1, and 1 for a norm of 0."""
+    return min(1.0, max_norm / (norm + _NORM_EPS))
+
+
+@dataclasses.dataclass
+class _Job:
+    unit: int
+    slab: Slab
+    # None: read the unit's own verdict, and the loss's, once they are here
+    factor: float | None
+    applied: int
+
+
+class HostOptimizer:
+    """Owns the updating thread. The launcher calls submit, wait_updated and settle; nobody else touches the state."""
+
+    def __init__(self, state: HostState, adamw: AdamW, threads: int):
+        self.state, self.adamw = state, adamw
+        self._threads = threads
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._updated = [threading.Event() for _ in state.layouts]
+        for event in self._updated:
+            event.set()
+        self._error: BaseException | None = None
+        self._stopping = False
+        # host time at which each unit's last update ended, and (unit, begin, end) of this step's updates
+        self.updated_at = [0.0] * len(self._updated)
+        self.spans: list[tuple[int, float, float]] = []
+        # units whose update was left out, each with the tensors whose gradient was not finite
+        self.left_out: dict[int, list[str]] = {}
+        self._thread = threading.Thread(target=self._run, name="adamw", daemon=True)
+        self._thread.start()
+
+    def submit(self, unit: int, slab: Slab, factor: float | None, applied: int) -> None:
+        """Queues the unit's update. factor: the clip factor, or None to let the unit's own norm decide.
+        applied: updates the model has had before this one."""
+        self._updated[unit].clear()
+        self._jobs.put(_Job(unit, slab, factor, applied))
+
+    def is_updated(self, unit: int) -> bool:
+        return self._updated[unit].is_set()
+
+    def wait_updated(self, unit: int) -> None:
+        """Blocks until the unit's last submitted update is through; raises what the thread died of."""
+        while not self._updated[unit].wait(timeout=0.2):
+            self.check()
+        self.check()
+
+    def settle(self) -> None:
+        """Blocks until no update is running: what state holds is one step's."""
+        for unit in range(len(self._updated)):
+            self.wait_updated(unit)
+
+    def take_spans(self) -> list[tuple[int, float, float]]:
+        """(unit, begin, end) of the updates that ended since the last call."""
+        spans, self.spans = self.spans, []
+        return spans
+
+    def check(self) -> None:
+        """Raises what the updating thread died of, if it did."""
+        if self._error is not None:
+            raise RuntimeError(f"the updating thread stopped: {self._error!r}") from self._error
+
+    def close(self) -> None:
+        """Ends the thread after the update it is in; what is queued behind is dropped."""
+        self._stopping = True
+        self._jobs.put(None)
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        try:
+            set_threads(self._threads)
+            while (job := self._jobs.get()) is not None:
+                self._do(job)
+        except BaseException as error:  # noqa: BLE001  the launcher raises it
+            self._error = error
+
+    def _do(self, job: _Job) -> None:
+        job.slab.ready.wait_host()
+        factor = self._own_factor(job) if job.factor is None else job.factor
+        begin = time.perf_counter()
+        if factor is None:
+            self.left_out[job.unit] = self.state.not_finite(job.unit, job.slab.flat)
+        else:
+            self._update(job.unit, job.slab.flat, np.float32(factor), job.applied)
+            self.state.updates[job.unit] += 1
+        self.updated_at[job.unit] = time.perf_counter()
+        self.spans.append((job.unit, begin, self.updated_at[job.unit]))
+        job.slab.release()
+        self._updated[job.unit].set()
+
+    def _own_factor(self, job: _Job) -> float | None:
+        squares, not_finite, loss = job.slab.verdict.tolist()
+        if not_finite or not math.isfinite(loss) or not math.isfinite(squares):
+            return None
+        return clip_factor(math.sqrt(squares), self.adamw.max_norm) if self.adamw.clip == "layer" else 1.0
+
+    def _update(self, unit: int, gradient: torch.Tensor, factor: np.float32, applied: int) -> None:
+        state, layout = self.state.units[unit], self.state.layouts[unit]
+        masters = tuple(_array(t) for t in state.masters)
+        arrays = masters, state.m.numpy(), state.v.numpy(), _array(gradient)
+        for first, last, decay in ((0, layout.decay_from, False), (layout.decay_from, layout.numel, True)):
+            step = self.adamw.step(applied, decay)
+            for begin in range(first, last, _RANGE):
+                if self._stopping:
+                    raise InterruptedError("closed in the middle of an update")
+                update(*arrays, factor, step, begin, min(begin + _RANGE, last))
+
+
+def _array(t: torch.Tensor) -> np.ndarray:
+    """The tensor's memory; numpy knows no bf16, so its bits."""
+    return t.view(torch.int16).numpy() if t.dtype == torch.bfloat16 else t.numpy()

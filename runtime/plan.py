@@ -1,0 +1,177 @@
+"""The plan: every byte on the host and on the device before the first one is touched, and whether they fit.
+
+What is free to choose here: the micro-batch, and what each layer keeps for backward, most useful first, until HBM is
+full. A machine without a GPU has one memory for both tables.
+"""
+import dataclasses
+import math
+import types
+
+import torch
+
+from model.config import PRESETS, ModelConfig
+from model.errors import UserError
+from model.flops import KEEPS, keep_bytes, recompute_flops
+from model.layout import num_params
+from runtime.arena import Arena
+from runtime.buffers import BATCH_ARRAYS, Buffers, Shape
+from runtime.host import round_to_pages
+from runtime.machine import Machine, format_bytes
+from runtime.state import unit_layouts
+
+# Python, torch, the CUDA context and its compiled kernels
+HOST_RESERVE_BYTES = 3 << 29
+DEVICE_RESERVE_BYTES = 3 << 29
+# tokens whose work fills the GPU many times over; on a CPU, what stays near its caches
+MICRO_TOKENS = {"cuda": 32768, "cpu": 4096}
+HEAD_CHUNK = {"cuda": 8192, "cpu": 1024}
+# gradients in flight where no global norm has to be waited for
+ROTATING_SLABS = 4
+# gradients accumulate and moments live in fp32
+STATE_BYTES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a run asks for. rows: sequences a step. micro_rows: of a micro-batch, or None to let the plan choose."""
+    config: ModelConfig
+    T: int
+    rows: int
+    micro_rows: int | None
+    precision: str
+    grads: str
+    clip: str
+    device: str
+    slots: int = 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.precision]
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """`--precision fp32` implies fp32 gradients."""
+        return torch.float32 if "fp32" in (self.grads, self.precision) else torch.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A request with everything chosen. host, device: bytes by purpose. num_slabs: host buffers of gradients."""
+    request: Request
+    shape: Shape
+    num_slabs: int
+    host: dict[str, int]
+    device: dict[str, int]
+    machine: Machine
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Bytes that are not there, by memory; empty if the plan fits."""
+        host, device = sum(self.host.values()), sum(self.device.values())
+        if self.request.device == "cpu":
+            wanted = {"host memory": (host + device, self.machine.host_bytes)}
+        else:
+            wanted = {"host memory": (host, self.machine.host_bytes), "HBM": (device, self.machine.hbm_free_bytes)}
+        return {name: need - have for name, (need, have) in wanted.items() if need > have}
+
+    def page(self) -> str:
+        """The plan as a person reads it, one line a fact."""
+        r, s, c = self.request, self.shape, self.request.config
+        full = sum(len(keep) == len(KEEPS) for keep in s.keep)
+        least = min(s.keep, key=len)
+        lines = [
+            f"plan  {c.name}: {num_params(c) / 1e9:.3g} B parameters, {c.layers} layers, working weights {r.precision}, "
+            f"fp32 masters and moments",
+            f"  step    {r.rows} sequences x {r.T} tokens = {r.rows * r.T}, in {s.micro_batches} micro-batches of {s.micro_rows}",
+            f"  keep    boundaries everywhere; everything in {full} of {c.layers} layers"
+            + ("" if full == c.layers else f", the others {', '.join(sorted(least)) or 'nothing else'}"),
+            f"  clip    {r.clip}; gradients leave in {str(s.grad_dtype).removeprefix('torch.')}, {self.num_slabs} slabs",
+            self._table("host", self.host, self.machine.host_bytes, self.machine.host_limit_source)]
+        if r.device == "cpu":
+            lines.append(self._table("compute", self.device, self.machine.host_bytes, "the same memory"))
+        else:
+            lines.append(self._table("HBM", self.device, self.machine.hbm_free_bytes, f"{self.machine.gpu_name}, free now"))
+        return "\n".join(lines)
+
+    def _table(self, name: str, table: dict[str, int], limit: int, source: str) -> str:
+        parts = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in table.items())
+        return f"  {name:<8}{format_bytes(sum(table.values()))} of {format_bytes(limit)} ({source}): {parts}"
+
+
+def make_plan(request: Request, machine: Machine, ops: types.ModuleType) -> Plan:
+    """Chooses what is free; the result may not fit (`missing`). UserError where the request itself is wrong."""
+    c = request.config
+    if request.T > c.max_positions:
+        raise UserError(f"--seq {request.T}: {c.name} has positions for {c.max_positions} tokens; at most --seq {c.max_positions}")
+    micro_rows = request.micro_rows or _micro_rows(request)
+    if request.rows % micro_rows:
+        raise UserError(f"--micro-batch {micro_rows}: a step of --batch {request.rows} sequences does not divide into it")
+    num_slabs = c.layers + 2 if request.clip == "exact" else min(ROTATING_SLABS, c.layers + 2)
+    nothing = Shape(c, request.T, micro_rows, request.rows // micro_rows, (frozenset(),) * c.layers, request.slots,
+                    HEAD_CHUNK[request.device], request.dtype, request.grad_dtype, ops.partials_elements(c))
+    host = host_table(nothing, request.clip, num_slabs)
+    free = machine.host_bytes - sum(host.values()) if request.device == "cpu" else machine.hbm_free_bytes
+    free -= sum(device_table(nothing, request.device).values())
+    shape = dataclasses.replace(nothing, keep=_choose_keep(nothing, free))
+    return Plan(request, shape, num_slabs, host, device_table(shape, request.device), machine)
+
+
+def refuse_unless_fits(plan: Plan, ops: types.ModuleType) -> None:
+    """UserError that says what is missing where, and the largest preset that fits with the same request."""
+    if not plan.missing:
+        return
+    lack = " and ".join(f"{format_bytes(size)} of {name}" for name, size in plan.missing.items())
+    fitting = [c for c in sorted(PRESETS.values(), key=num_params, reverse=True)
+               if num_params(c) < num_params(plan.request.config) and plan.request.T <= c.max_positions
+               and not make_plan(dataclasses.replace(plan.request, config=c), plan.machine, ops).missing]
+    hint = f"the largest model that fits is --model {fitting[0].name}" if fitting else "no preset fits with this --batch and --seq"
+    raise UserError(f"--model {plan.request.config.name}: {lack} missing; {hint}")
+
+
+def host_table(s: Shape, clip: str, num_slabs: int) -> dict[str, int]:
+    """Bytes of pinned host memory by purpose, rounded to pages as they will be, and the reserve."""
+    layouts = unit_layouts(s.config)
+    numels = [layout.numel for layout in layouts]
+    item = s.dtype.itemsize
+    table = {"masters": sum(round_to_pages(n * item) + (round_to_pages(n * 2) if item == 2 else 0) for n in numels),
+             "moments": 2 * sum(round_to_pages(n * 4) for n in numels),
+             "slabs": sum(round_to_pages(n * s.grad_dtype.itemsize) for n in slab_numels(s, clip, num_slabs)),
+             "batch": round_to_pages(s.micro_batches * len(BATCH_ARRAYS) * s.N * 4)}
+    return table | {"reserve": HOST_RESERVE_BYTES}
+
+
+def slab_numels(s: Shape, clip: str, num_slabs: int) -> list[int]:
+    """Elements of each slab, in the order in which gradients come: head, layers from the last, embedding."""
+    numels = [layout.numel for layout in reversed(unit_layouts(s.config))]
+    return numels if clip == "exact" else [max(numels)] * num_slabs
+
+
+def device_table(s: Shape, device: str) -> dict[str, int]:
+    """Bytes on the device by purpose, counted by laying them out without memory."""
+    arena = Arena("meta", 0, s.dtype)
+    Buffers.take(s, arena.take)
+    return arena.table | ({"reserve": DEVICE_RESERVE_BYTES} if device == "cuda" else {})
+
+
+def _micro_rows(request: Request) -> int:
+    """The most sequences that divide the step and stay within MICRO_TOKENS."""
+    fits = [d for d in range(1, request.rows + 1) if request.rows % d == 0 and d * request.T <= MICRO_TOKENS[request.device]]
+    return max(fits, default=1)
+
+
+def _choose_keep(s: Shape, free_bytes: int) -> tuple[frozenset[str], ...]:
+    """Gives each layer what saves the most FLOPs a byte, layer after layer, while there is room."""
+    c, item, tokens = s.config, s.dtype.itemsize, s.N * s.micro_batches
+    everything = recompute_flops(c, (), s.T)
+
+    def worth(name: str) -> float:
+        return (everything - recompute_flops(c, (name,), s.T)) / keep_bytes(c, (name,), item)
+    keep = [set() for _ in range(c.layers)]
+    for name in sorted(KEEPS, key=worth, reverse=True):
+        size = math.ceil(keep_bytes(c, (name,), item) * tokens * 1.001)
+        for layer in range(c.layers):
+            if size <= free_bytes:
+                keep[layer].add(name)
+                free_bytes -= size
+    return tuple(frozenset(names) for names in keep)
+
