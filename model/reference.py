@@ -17,7 +17,7 @@ def operand(w: Weights, name: str) -> torch.Tensor | None:
     return w.view(name)
 
 
-def partials_elements(c) -> int:
+def partials_elements(c, N: int) -> int:
     """fp32 elements of scratch for ordered reductions: plain torch needs none, and an empty buffer has no address."""
     return 1
 
@@ -203,7 +203,7 @@ def embedding(tokens, w, *, out):
     torch.index_select(w, 0, tokens, out=out)
 
 
-def embedding_backward(dout, tokens, order, dw, *, V, partials):
+def embedding_backward(dout, tokens, order, dw, *, partials):
     """dW [V, D] fp32 += the rows of each token, in row order."""
     dw.index_add_(0, tokens[order.long()], _wide(dout)[order.long()])
 

@@ -230,7 +230,7 @@ class Engine:
             for i in range(self._micro_batches):
                 batch = self._batch(i)
                 self.ops.embedding_backward(self.buffers.dx[i], batch.tokens, batch.order, self.ops.operand(grads, "embedding"),
-                                            V=self.shape.config.vocab, partials=self.buffers.workspace.partials)
+                                            partials=self.buffers.workspace.partials)
         self._span("dE", scatter)
         self._finish(0, grads)
 

@@ -126,7 +126,8 @@ class HostMemory:
         # addresses where pieces end, sorted
         self._ends: list[int] = []
         self._touched_bytes = 0
-        self._at_exit = weakref.finalize(self, _unpin, pinner, self._pinned, os.getpid())
+        self._owner = os.getpid()
+        self._at_exit = weakref.finalize(self, _unpin, pinner, self._pinned, self._owner)
 
     def allocate(self, purpose: str, extents: Sequence[int]) -> list[torch.Tensor]:
         """One zeroed uint8 tensor an extent, of exactly that many bytes, beginning on a page; all of it pinned.
@@ -146,7 +147,7 @@ class HostMemory:
             self._pin(memory, piece_bounds(sizes, self.piece_bytes))
         except BaseException as error:
             pinned_bytes = self.pinned_bytes
-            _unpin(self._pinner, self._pinned, os.getpid(), keep=num_before)
+            _unpin(self._pinner, self._pinned, self._owner, keep=num_before)
             if not isinstance(error, PinError):
                 raise
             reason = str(error)
@@ -168,12 +169,12 @@ class HostMemory:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes registered now, all purposes together."""
+        """Bytes that the pinner holds now, all purposes together."""
         return sum(piece.numel() for piece in self._pinned.values())
 
     def close(self) -> None:
         """Unregisters everything, once the device has done its copies. May be called again, and after an interruption."""
-        _unpin(self._pinner, self._pinned, os.getpid())
+        _unpin(self._pinner, self._pinned, self._owner)
         self.table, self._ends = {}, []
         self._at_exit.detach()
 
@@ -184,7 +185,7 @@ class HostMemory:
         self.close()
 
     def _touch(self, memory: torch.Tensor) -> None:
-        """Writes to every page, so that the kernel finds them all now, on many cores, and the driver need not on one."""
+        """Writes to every page: the kernel makes them here, on many cores, and not in the driver's call, on one."""
         pages = memory.numpy()
 
         def touch(begin: int) -> int:

@@ -108,7 +108,7 @@ def make_plan(request: Request, machine: Machine, ops: types.ModuleType) -> Plan
         raise UserError(f"--micro-batch {micro_rows}: a step of --batch {request.rows} sequences does not divide into it")
     num_slabs = c.layers + 2 if request.clip == "exact" else min(ROTATING_SLABS, c.layers + 2)
     nothing = Shape(c, request.T, micro_rows, request.rows // micro_rows, (frozenset(),) * c.layers, request.slots,
-                    HEAD_CHUNK[request.device], request.dtype, request.grad_dtype, ops.partials_elements(c))
+                    HEAD_CHUNK[request.device], request.dtype, request.grad_dtype, ops.partials_elements(c, micro_rows * request.T))
     host = host_table(nothing, request.clip, num_slabs)
     free = machine.host_bytes - sum(host.values()) if request.device == "cpu" else machine.hbm_free_bytes
     free -= sum(device_table(nothing, request.device).values())

@@ -2,6 +2,7 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from tqdm import tqdm
@@ -18,7 +19,7 @@ class _Bar(tqdm):
 
 
 class Progress:
-    """Shows step, loss, tokens/s and time left. A terminal that goes away is no reason to stop: it is written to no more."""
+    """Shows step, loss, tokens/s and time left. A terminal or pipe that goes away is no reason to stop."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, *, start: int = 0, interval_s: float = PLAIN_INTERVAL_S):
         """start: steps that an earlier run made. interval_s: least time between two plain lines. stream: sys.stderr."""
@@ -72,16 +73,14 @@ class Progress:
     def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
 
-    def _write(self, write, *args) -> None:
-        if self._stream is None:
-            return
+    def _write(self, write: Callable[..., object], *args: object) -> None:
         try:
             write(*args)
         except OSError:
-            # a closed pipe, a terminal that hung up
-            if self._bar is not None:
-                self._bar.disable = True
-            self._stream = self._bar = None
+            # a closed pipe or a terminal that hung up: all later writes, the one at exit too, shall succeed
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 def _columns(stream: TextIO) -> int:

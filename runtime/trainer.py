@@ -30,33 +30,37 @@ class Trainer:
     """Everything a plan asks for, allocated and wired. Close it: pinned memory is given back, the thread ends."""
 
     def __init__(self, plan: Plan, adamw: AdamW, ops: types.ModuleType, streams: Streams, pinner: Pinner, threads: int,
-                 progress: Callable[[str], None] = lambda line: None):
-        """threads: of the update. progress: gets a line when something takes long."""
-        s, c = plan.shape, plan.request.config
-        self.plan, self.progress = plan, progress
-        self.memory = HostMemory(pinner)
+                 progress: Callable[[int], None] = lambda done: None):
+        """threads: of the update. progress: gets the bytes of host memory taken so far."""
+        self.plan, self.ops, self.streams = plan, ops, streams
+        self.memory = HostMemory(pinner, progress=progress)
         try:
-            progress("taking host memory")
-            self.state = HostState(c, s.dtype, self.memory)
-            batch, verdicts = self.memory.allocate("batch", [4 * s.micro_batches * len(BATCH_ARRAYS) * s.N, 8 * 3 * (c.layers + 2)])
-            device = plan.request.device
-            arena = Arena(device, sum(size for name, size in plan.device.items() if name != "reserve"), s.dtype)
-            buffers = Buffers.take(s, arena.take)
-            for table, values in zip((buffers.workspace.cos, buffers.workspace.sin), rope_tables(c, s.T, device), strict=True):
-                table.copy_(values)
-            if device == "cuda":
-                # the tables were written on another stream than compute
-                torch.cuda.synchronize()
-            slabs = Slabs(self._make_slabs(streams), buffers.stages, streams)
+            self.state = HostState(plan.request.config, plan.shape.dtype, self.memory)
+            self._slabs = self._make_slabs()
             self.optimizer = HostOptimizer(self.state, adamw, threads)
-            self.engine = Engine(s, self.state, self.optimizer, slabs, streams, buffers,
-                                 batch.view(torch.int32).view(s.micro_batches, len(BATCH_ARRAYS), s.N),
-                                 verdicts.view(torch.float64).view(-1, 3), ops)
+            self.lay_out(plan)
         except BaseException:
             self.memory.close()
             raise
 
-    def _make_slabs(self, streams: Streams) -> list[Slab]:
+    def lay_out(self, plan: Plan) -> None:
+        """Takes the device's memory and builds the engine over it; again, for another plan of the same model and clip."""
+        self.plan, s, c = plan, plan.shape, plan.request.config
+        # the old arena has to go before the new one is taken
+        self.engine = None
+        batch, verdicts = self.memory.allocate("batch", [4 * s.micro_batches * len(BATCH_ARRAYS) * s.N, 8 * 3 * (c.layers + 2)])
+        arena = Arena(plan.request.device, sum(size for name, size in plan.device.items() if name != "reserve"), s.dtype)
+        buffers = Buffers.take(s, arena.take)
+        for table, values in zip((buffers.workspace.cos, buffers.workspace.sin), rope_tables(c, s.T, arena.device), strict=True):
+            table.copy_(values)
+        if arena.device.type == "cuda":
+            # the tables were written on another stream than compute
+            torch.cuda.synchronize()
+        self.engine = Engine(s, self.state, self.optimizer, Slabs(self._slabs, buffers.stages, self.streams), self.streams, buffers,
+                             batch.view(torch.int32).view(s.micro_batches, len(BATCH_ARRAYS), s.N),
+                             verdicts.view(torch.float64).view(-1, 3), self.ops)
+
+    def _make_slabs(self) -> list[Slab]:
         s, request = self.plan.shape, self.plan.request
         numels = slab_numels(s, request.clip, self.plan.num_slabs)
         flats = self.memory.allocate("slabs", [n * s.grad_dtype.itemsize for n in numels])
@@ -64,7 +68,7 @@ class Trainer:
         slabs = []
         for flat, verdict in zip(flats, verdicts, strict=True):
             pieces = [(part.view(s.grad_dtype), begin // s.grad_dtype.itemsize) for part, begin in self.memory.pieces(flat)]
-            slabs.append(Slab(flat.view(s.grad_dtype), pieces, verdict.view(torch.float64), streams.event()))
+            slabs.append(Slab(flat.view(s.grad_dtype), pieces, verdict.view(torch.float64), self.streams.event()))
         return slabs
 
     def step(self, micro_batches: Sequence[MicroBatch], supervised: int, meanwhile: Callable[[], None] = lambda: None) -> StepResult:

@@ -50,7 +50,7 @@ def resident_loop(c, masters, steps, adamw, head_chunk, grad_dtype=torch.float32
             for i, (batch, xs, dx, _) in enumerate(parts):
                 block.backward(w[1 + layer], xs[layer], batch, {}, dx, grads[1 + layer], i > 0)
         for batch, _, dx, _ in parts:
-            reference.embedding_backward(dx, batch.tokens, batch.order, grads[0].view("embedding"), V=c.vocab, partials=None)
+            reference.embedding_backward(dx, batch.tokens, batch.order, grads[0].view("embedding"), partials=None)
         norm = math.sqrt(math.fsum(g.flat.double().square().sum().item() for g in grads))
         factor = min(1.0, adamw.max_norm / (norm + 1e-6))
         for u, layout in enumerate(layouts):

@@ -1,4 +1,5 @@
 """The block's hand-written backward against torch.autograd, in fp64, on a forward written with torch.nn.functional."""
+import dataclasses
 import itertools
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from model import reference
 from model.block import SAVED, Block, rope_tables
 from model.layout import block_layout
+from tests.judge import judge
 from tests.models import TINY, VARIANTS, packed, random_weights, saved_buffers, workspace
 
 KEEPS = [keep for n in range(4) for keep in itertools.combinations(SAVED, n)]
@@ -119,3 +121,37 @@ def test_POS7_any_length(T):
     expected.backward(dy)
     torch.testing.assert_close(y, expected.detach(), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(dx, x_leaf.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("c", [dataclasses.replace(c, hidden=576, heads=9, kv_heads=3 if c.kv_heads > 1 else 1, head_dim=64, ffn=1536)
+                               for c in VARIANTS.values()], ids=VARIANTS)
+@pytest.mark.parametrize("keep", [(), tuple(SAVED)], ids=["recomputed", "kept"])
+def test_fused_block_is_as_exact_as_torch_in_bf16(c, keep):
+    """Output and every gradient of the kernels against fp64; the peer is the reference in bf16 on the same GPU."""
+    from model import fused
+    batch, x, dy, flat = inputs(c, lengths=(129, 1, 700, 213))
+    exact = run(c, (), batch, x, dy, flat)
+    names = tuple(name for part in keep for name in SAVED[part])
+    fused_run, peer = (_bf16_run(c, ops, names, x, dy, flat) for ops in (fused, reference))
+    again = _bf16_run(c, fused, names, x, dy, flat)
+    judge(fused_run[0], exact=exact[0], peer=peer[0])
+    judge(fused_run[1], exact=exact[1], peer=peer[1])
+    for name in exact[2].layout.tensors:
+        judge(fused_run[2].view(name), exact=exact[2].view(name), peer=peer[2].view(name))
+        assert torch.equal(fused_run[2].view(name), again[2].view(name)), f"{name}: two runs, different bits"
+
+
+def _bf16_run(c, ops, names, x, dy, flat):
+    layout, bf16, N = block_layout(c), torch.bfloat16, len(x)
+    batch = packed([129, 1, 700, 213], c.vocab, 0).on("cuda")
+    block = Block(c, ops, workspace(c, N, bf16, "cuda", ops.partials_elements(c, N)))
+    saved = saved_buffers(c, N, names, bf16, "cuda")
+    x, dx = x.to("cuda", bf16), dy.to("cuda", bf16)
+    y = torch.full_like(x, float("nan"))
+    grads = layout.bind(torch.full((layout.numel,), float("nan"), device="cuda"))
+    w = layout.bind(flat.to("cuda", bf16))
+    block.forward(w, x, batch, saved, y)
+    block.backward(w, x, batch, saved, dx, grads, accumulate=False)
+    torch.cuda.synchronize()
+    return y, dx, grads

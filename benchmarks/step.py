@@ -1,0 +1,209 @@
+"""Time of a whole training step: forward, backward, clip, AdamW, everything streamed.
+
+    python -m benchmarks.step --model qwen2.5-7b --batch 8
+    python -m benchmarks.step --hidden 5120 --heads 40 --kv-heads 8 --ffn 13824 --vocab 32000 --layers 16 --batch 1 8 32
+
+Random weights and random tokens, the same batch each step. A step's time is from one decision to the next, so what an
+update leaves over for the next forward counts. Checked first: the loss of random weights is ln(vocabulary), it falls,
+and the gradient's norm is finite. --update none leaves AdamW out; --resident then keeps every layer in a slot of its
+own and gradients on the device: the same kernels without streaming.
+"""
+import argparse
+import dataclasses
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks import report
+from model.config import ModelConfig, preset
+from model.flops import KEEPS, step_flops
+from model.layout import num_params
+from runtime.host import CudaPinner, NoPinner
+from runtime.machine import detect, parse_bytes
+from runtime.optimizer import AdamW, Schedule
+from runtime.plan import Request, make_plan, refuse_unless_fits
+from runtime.report import stall_line
+from runtime.slabs import Slabs
+from runtime.streams import cpu_streams, cuda_streams
+from runtime.trainer import Trainer, choose_ops
+
+WARM_UP = 2
+
+
+@dataclasses.dataclass
+class RandomBatch:
+    """A micro-batch of whole sequences; see model.block.Batch."""
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    doc_start: np.ndarray
+    doc_end: np.ndarray
+    order: np.ndarray
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator, vocab: int, rows: int, T: int) -> "RandomBatch":
+        tokens = rng.integers(0, vocab, (rows, T), dtype=np.int32)
+        labels = np.roll(tokens, -1, 1)
+        labels[:, -1] = -100
+        start = np.repeat(np.arange(rows, dtype=np.int32) * T, T)
+        return cls(tokens.ravel(), labels.ravel(), np.tile(np.arange(T, dtype=np.int32), rows), start, start + np.int32(T),
+                   np.argsort(tokens.ravel(), kind="stable").astype(np.int32))
+
+
+class NoUpdate:
+    """Stands where the optimizer does and changes no weight: what a step costs without AdamW."""
+
+    def __init__(self, optimizer):
+        self._real = optimizer
+        self.adamw, self.updated_at = optimizer.adamw, optimizer.updated_at
+        self.check, self.take_spans = optimizer.check, optimizer.take_spans
+
+    def submit(self, unit, slab, factor, applied):
+        slab.ready.wait_host()
+        slab.release()
+
+    def wait_updated(self, unit):
+        pass
+
+    def settle(self):
+        pass
+
+
+class StayingSlabs(Slabs):
+    """Gradients are rounded and stay on the device."""
+
+    def send(self, stage, numel, verdict, what, stopped):
+        self.streams.compute.record(stage.free)
+        slab = self.slabs[self._next_slab % len(self.slabs)]
+        self._next_slab += 1
+        return slab
+
+
+def main() -> int:
+    a = parse()
+    if a.model:
+        config = preset(a.model)
+    else:
+        config = ModelConfig("shape", a.layers, a.hidden, a.heads, a.kv_heads, a.head_dim or a.hidden // a.heads, a.ffn, a.vocab,
+                             max_positions=a.seq, rope_theta=1e6, qkv_bias=a.qkv_bias, qk_norm=a.qk_norm, tied=a.tied)
+    facts = report.machine()
+    print(" ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    precision = a.precision or ("bf16" if device == "cuda" else "fp32")
+    machine = detect(parse_bytes(a.host_memory, "--host-memory") if a.host_memory else None)
+    ops = choose_ops(device, precision)
+    adamw = AdamW(Schedule("constant", a.lr, 0, 1), clip=a.clip)
+    slots = config.layers if a.resident else 2
+    plans = []
+    for batch in a.batch:
+        plan = make_plan(Request(config, a.seq, batch, a.micro_batch, precision, a.grads, a.clip, device, slots), machine, ops)
+        refuse_unless_fits(plan, ops)
+        plans.append(plan)
+    began = time.perf_counter()
+    trainer = Trainer(plans[0], adamw, ops, cuda_streams() if device == "cuda" else cpu_streams(),
+                      CudaPinner() if device == "cuda" else NoPinner(), a.threads or max(1, machine.cpu_cores - 1))
+    try:
+        trainer.state.initialize(1, device)
+        print(f"host memory taken and weights drawn in {time.perf_counter() - began:.1f} s", flush=True)
+        runs = []
+        for plan in plans:
+            print(plan.page(), flush=True)
+            if plan is not plans[0]:
+                trainer.lay_out(plan)
+            runs.append(measure(trainer, plan, a))
+            print(runs[-1], flush=True)
+    finally:
+        trainer.close()
+    shape = dataclasses.asdict(config)
+    report.finish(a.name, {"shape": shape, "parameters": num_params(config), "precision": precision, "clip": a.clip, "update": a.update,
+                           "resident": a.resident, "runs": runs} | report.peaks(), Path(a.out) if a.out else None)
+    return 0
+
+
+def measure(trainer: Trainer, plan, a) -> dict:
+    """Runs the plan's steps; their median time and where it went."""
+    request, shape, engine = plan.request, plan.shape, trainer.engine
+    config, T = request.config, request.T
+    if a.update == "none":
+        engine.optimizer = NoUpdate(trainer.optimizer)
+    if a.resident:
+        engine.slabs = StayingSlabs(engine.slabs.slabs, trainer.engine.buffers.stages, engine.streams)
+    rng = np.random.default_rng(0)
+    micro_batches = [RandomBatch.draw(rng, config.vocab, shape.micro_rows, T) for _ in range(shape.micro_batches)]
+    supervised = request.rows * (T - 1)
+    results, ends = [], []
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    for step in range(WARM_UP + a.steps):
+        results.append(trainer.step(micro_batches, supervised))
+        ends.append(time.perf_counter())
+        print(f"  step {step}: loss {results[-1].loss:.4f}, norm {results[-1].grad_norm:.4g}; {stall_line(results[-1].times)}", flush=True)
+    check(results, config.vocab, a.update != "none", trainer.state.applied_steps > len(results))
+    seconds = [b - a_ for a_, b in zip(ends[WARM_UP - 1:], ends[WARM_UP:], strict=False)]
+    step_s = statistics.median(seconds)
+    measured = results[WARM_UP:]
+    tokens = request.rows * T
+    flops = step_flops(config, tokens, request.rows * T * T)
+
+    def median(value) -> float:
+        return round(statistics.median(value(r.times) for r in measured), 4)
+    return {"tokens": tokens, "batch": request.rows, "seq": T, "micro_batches": shape.micro_batches,
+            "layers_that_keep": {name: sum(name in keep for keep in shape.keep) for name in KEEPS},
+            "step_s": {name: round(value, 4) for name, value in report.spread(seconds).items()},
+            "model_tflops": round(flops / step_s / 1e12, 1), "tokens_per_s": round(tokens / step_s),
+            "exposed_s": {cause: median(lambda t, cause=cause: t.exposed[cause]) for cause in measured[0].times.exposed},
+            "busy_s": {name: median(lambda t, name=name: t.busy[name]) for name in measured[0].times.busy},
+            "link_gbps": {name: median(lambda t, name=name: t.moved_bytes[name] / max(t.busy[name], 1e-9) / 1e9)
+                          for name in measured[0].times.moved_bytes},
+            "losses": [round(r.loss, 4) for r in results], "norms": [round(r.grad_norm, 4) for r in results]}
+
+
+def check(results, vocab: int, updating: bool, trained_before: bool) -> None:
+    """Stops the benchmark unless the steps did what steps do."""
+    losses = [r.loss for r in results]
+    wrong = [r for r in results if r.skipped or not math.isfinite(r.loss) or not math.isfinite(r.grad_norm)]
+    if not trained_before and abs(losses[0] - math.log(vocab)) > 0.5:
+        wrong.append(f"first loss {losses[0]}, ln(vocabulary) is {math.log(vocab):.3f}")
+    if updating and not losses[-1] < losses[0]:
+        wrong.append(f"the loss does not fall: {losses}")
+    if not updating and len(set(losses)) > 1:
+        wrong.append(f"the same weights and tokens, different losses: {losses}")
+    if wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        sys.exit(1)
+
+
+def parse() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", help="a preset; else the shape below")
+    for name, value in dict(layers=16, hidden=5120, heads=40, kv_heads=8, head_dim=None, ffn=13824, vocab=32000).items():
+        p.add_argument("--" + name.replace("_", "-"), type=int, default=value)
+    for name in ("qkv-bias", "qk-norm", "tied"):
+        p.add_argument("--" + name, action="store_true")
+    p.add_argument("--seq", type=int, default=4096)
+    p.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences a step; several are measured one after the other")
+    p.add_argument("--micro-batch", type=int)
+    p.add_argument("--steps", type=int, default=5, help=f"measured, after {WARM_UP} that are not")
+    p.add_argument("--lr", type=float, default=1e-4)
+    p.add_argument("--clip", choices=("exact", "layer", "none"), default="exact")
+    p.add_argument("--precision", choices=("bf16", "fp32"))
+    p.add_argument("--grads", choices=("bf16", "fp32"), default="bf16")
+    p.add_argument("--update", choices=("host", "none"), default="host")
+    p.add_argument("--resident", action="store_true", help="with --update none: weights and gradients stay on the device")
+    p.add_argument("--threads", type=int)
+    p.add_argument("--host-memory")
+    p.add_argument("--name", default="step", help="first part of the result's file name")
+    p.add_argument("--out", help="folder of the result (benchmarks/results)")
+    a = p.parse_args()
+    if a.resident and a.update != "none":
+        p.error("--resident: weights that stay on the device get no host update; add --update none")
+    return a
+
+
+if __name__ == "__main__":
+    sys.exit(main())

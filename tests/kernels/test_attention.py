@@ -1,0 +1,149 @@
+"""Attention and its gradients against fp64 with the whole mask; the peer is torch's scaled_dot_product_attention."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.attention import attention, attention_backward, attention_ref
+from tests.judge import judge
+
+INTERPRETED = [torch.float32, torch.float16]
+
+
+def bounds(lengths: list[int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """doc_start and doc_end of documents of these lengths, one behind the other."""
+    n = torch.tensor(lengths)
+    end = n.cumsum(0)
+    return tuple(x.repeat_interleave(n).to(torch.int32).to(device) for x in (end - n, end))
+
+
+def random_lengths(N: int) -> list[int]:
+    """Documents of 1 to N / 4 rows, short ones often."""
+    lengths = []
+    while sum(lengths) < N:
+        longest = min(N - sum(lengths), max(1, N // 4))
+        lengths.append(int(longest ** torch.rand(1).item()))
+    return lengths
+
+
+def rows_before_nan(rows: int, cols: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """Random [rows, cols] with NaN in the memory behind its end."""
+    x = torch.full((rows + 256, cols), float("nan"), device=device, dtype=dtype)
+    return x[:rows].normal_()
+
+
+class Run:
+    """One forward and backward of the kernels on outputs that start as NaN."""
+
+    def __init__(self, empty, qkv, dout, doc_start, doc_end, H, K, Dh):
+        N, scale = qkv.shape[0], Dh**-0.5
+        self.out, self.lse, delta = empty(N, H * Dh, dtype=qkv.dtype), empty(H, N), empty(H, N)
+        self.dqkv = empty(*qkv.shape, dtype=qkv.dtype)
+        attention(qkv, doc_start, doc_end, H, K, Dh, scale, out=self.out, lse=self.lse)
+        attention_backward(qkv, self.out, self.lse, dout, doc_start, doc_end, H, K, Dh, scale, delta=delta, dqkv=self.dqkv)
+
+
+def peer(qkv, dout, doc_start, H, K, Dh):
+    """out and dqkv of torch's own attention in the dtype of qkv, one kv head at a time to bound the mask's memory."""
+    N = qkv.shape[0]
+    key = torch.arange(N, device=qkv.device)
+    seen = (key[None] <= key[:, None]) & (key[None] >= doc_start[:, None])
+    qkv = qkv.detach().requires_grad_()
+    q, k, v = qkv.view(N, H + 2 * K, Dh).transpose(0, 1).split([H, K, K])
+    out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, enable_gqa=True)[0]
+    out = out.transpose(0, 1).reshape(N, H * Dh)
+    return out.detach(), torch.autograd.grad(out, qkv, dout)[0]
+
+
+def check(empty, device, dtype, lengths, H, K, Dh):
+    """Runs the kernels on fresh random input and judges all that they write."""
+    N = sum(lengths)
+    qkv = rows_before_nan(N, (H + 2 * K) * Dh, device, dtype)
+    dout = rows_before_nan(N, H * Dh, device, dtype)
+    doc_start, doc_end = bounds(lengths, device)
+    run = Run(empty, qkv, dout, doc_start, doc_end, H, K, Dh)
+    wide = qkv.double().requires_grad_()
+    out, lse = attention_ref(wide, doc_start, H, K, Dh, Dh**-0.5)
+    dqkv = torch.autograd.grad(out, wide, dout.double())[0]
+    peer_out, peer_dqkv = peer(qkv, dout, doc_start, H, K, Dh)
+    judge(run.out, exact=out.detach(), peer=peer_out)
+    judge(run.dqkv, exact=dqkv, peer=peer_dqkv)
+    # dq, dk and dv differ in size; a document of one row has dq = dk = 0, where only the whole gives a bar
+    if max(lengths) > 1:
+        for got, exact, bar in zip(*(x.split([H * Dh, K * Dh, K * Dh], 1) for x in (run.dqkv, dqkv, peer_dqkv)), strict=True):
+            judge(got, exact=exact, peer=bar)
+    judge(run.lse, exact=lse.detach(), peer=attention_ref(qkv, doc_start, H, K, Dh, Dh**-0.5)[1])
+
+
+@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
+@pytest.mark.parametrize(("lengths", "H", "K", "Dh"), [
+    ([1], 1, 1, 16), ([5], 5, 1, 16), ([33], 2, 1, 32), ([65], 2, 2, 16), ([1, 4, 1, 1, 3], 4, 2, 16),
+    ([32, 32, 1], 2, 1, 16), ([40, 24, 3], 2, 1, 32), ([48] + [1] * 17, 2, 1, 16), ([5, 90, 2], 1, 1, 64)], ids=str)
+def test_outputs_and_gradients_are_as_exact_as_torch(lengths, H, K, Dh, dtype, device, empty):
+    check(empty, device, dtype, lengths, H, K, Dh)
+
+
+@pytest.mark.parametrize("length", [127, 128, 129])
+def test_POS7_lengths_at_a_tile_border(length, device, empty):
+    check(empty, device, torch.float32, [length], 1, 1, 16)
+
+
+@pytest.mark.parametrize("lengths", [[1, 4, 1, 1, 3], [32, 33]], ids=str)
+def test_POS1_no_look_across_documents(lengths, device, empty):
+    H, K, Dh, N = 2, 1, 16, sum(lengths)
+    qkv = rows_before_nan(N, (H + 2 * K) * Dh, device, torch.float32)
+    dout = rows_before_nan(N, H * Dh, device, torch.float32)
+    doc_start, doc_end = bounds(lengths, device)
+    before = Run(empty, qkv, dout, doc_start, doc_end, H, K, Dh)
+    first, changed = lengths[0], qkv.clone()
+    changed[:first].normal_()
+    after = Run(empty, changed, dout, doc_start, doc_end, H, K, Dh)
+    assert torch.equal(before.out[first:], after.out[first:])
+    assert torch.equal(before.dqkv[first:], after.dqkv[first:])
+    assert not torch.equal(before.out[:first], after.out[:first])
+    # and the other way: what the last document's loss says reaches no row of the others
+    dout[:-lengths[-1]] = 0
+    last = Run(empty, qkv, dout, doc_start, doc_end, H, K, Dh)
+    assert (last.dqkv[:-lengths[-1]] == 0).all()
+    alone = Run(empty, qkv[-lengths[-1]:].clone(), dout[-lengths[-1]:].clone(), *bounds(lengths[-1:], device), H, K, Dh)
+    torch.testing.assert_close(last.dqkv[-lengths[-1]:], alone.dqkv)
+
+
+def test_POS2_short_documents(device, empty):
+    check(empty, device, torch.float32, [1, 4, 1, 1, 3] + [5] * 8 + [14, 64], 2, 1, 16)
+
+
+def test_POS8_padding_rows_are_finite_and_their_gradients_zero(device, empty):
+    H, K, Dh, real = 2, 1, 16, 5
+    lengths = [real, 91]
+    qkv = rows_before_nan(96, (H + 2 * K) * Dh, device, torch.float32)
+    dout = rows_before_nan(96, H * Dh, device, torch.float32)
+    qkv[real:], dout[real:] = 0, 0
+    padded = Run(empty, qkv, dout, *bounds(lengths, device), H, K, Dh)
+    for x in (padded.out, padded.lse, padded.dqkv):
+        assert x.isfinite().all()
+    assert (padded.dqkv[real:] == 0).all()
+    alone = Run(empty, qkv[:real].clone(), dout[:real].clone(), *bounds([real], device), H, K, Dh)
+    torch.testing.assert_close(padded.out[:real], alone.out, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(padded.dqkv[:real], alone.dqkv, atol=1e-6, rtol=1e-6)
+
+
+def test_large_scores_do_not_overflow(device, empty):
+    N, H, K, Dh = 40, 1, 1, 16
+    qkv = rows_before_nan(N, 3 * Dh, device, torch.float32)
+    qkv[:, : 2 * Dh] *= 60
+    dout = rows_before_nan(N, H * Dh, device, torch.float32)
+    run = Run(empty, qkv, dout, *bounds([3, 37], device), H, K, Dh)
+    for x in (run.out, run.lse, run.dqkv):
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("qkv", {"qkv": torch.zeros(4, 64)}), ("qkv", {"qkv": torch.zeros(4, 97)[:, 1:]}), ("out", {"out": torch.zeros(4, 16)}),
+    ("out", {"out": torch.zeros(4, 32, dtype=torch.float16)}), ("lse", {"lse": torch.zeros(4, 2)}),
+    ("doc_start", {"doc_start": torch.zeros(4, dtype=torch.int64)}), ("doc_end", {"doc_end": torch.zeros(5, dtype=torch.int32)}),
+    ("H", {"K": 3}), ("Dh", {"Dh": 48}), ("scale", {"scale": 0.0})], ids=str)
+def test_bad_input_is_refused_by_name(name, change):
+    call = {"qkv": torch.zeros(4, 96), "doc_start": torch.zeros(4, dtype=torch.int32), "H": 2, "K": 2, "Dh": 16, "scale": 1.0}
+    call |= {"doc_end": torch.full((4,), 4, dtype=torch.int32), "out": torch.zeros(4, 32), "lse": torch.zeros(2, 4)}
+    with pytest.raises(ValueError, match=f"^{name}:"):
+        attention(**call | change)

@@ -1,0 +1,177 @@
+"""kernels/gemm.py against fp64, with torch's own product in the same dtype as the bar."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kernels.gemm as gemm
+from kernels.gemm import (
+    bias_grad_partials_shape,
+    dgrad_swiglu_ref,
+    linear,
+    linear_bias_grad,
+    linear_dgrad,
+    linear_dgrad_swiglu,
+    linear_ref,
+    linear_wgrad,
+)
+from tests.judge import judge
+
+# the interpreter's tile is 32 x 64 x 64: one row, one tile, one more row, odd rows of a real width
+SHAPES = [(1, 64, 16), (32, 64, 64), (33, 80, 72), (35, 72, 576)]
+# real layers: one row, less than a tile of rows, three rows more than whole tiles
+GPU_SHAPES = [(1, 5120, 13824), (127, 13824, 5120), (127, 32000, 4096), (4099, 5120, 13824), (4099, 13824, 5120)]
+
+
+def on_gpu(*values):
+    return pytest.param(*values, marks=pytest.mark.gpu)
+
+
+# bf16 is wrong in the interpreter
+CASES = [(shape, dtype) for shape in SHAPES for dtype in (torch.float32, torch.float16)]
+CASES += [on_gpu(shape, torch.bfloat16) for shape in SHAPES + GPU_SHAPES]
+each_case = pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+
+
+@pytest.fixture
+def normal(device):
+    """`normal(*shape, dtype=...)`: N(0, 1), the same numbers each time."""
+    generator = torch.Generator(device).manual_seed(7)
+
+    def make(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+    return make
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """The same matrix with 16 columns of NaN between its rows."""
+    wide = torch.full((x.shape[0], (x.shape[1] + 7) // 8 * 8 + 16), float("nan"), dtype=x.dtype, device=x.device)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """torch's a b kept in fp32: on the GPU from 16-bit operands, so that both sum as tensor cores do."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype != torch.float32 else a.float() @ b.float()
+
+
+@each_case
+@pytest.mark.parametrize("extras", ["", "bias", "residual", "bias residual"])
+def test_linear_is_as_exact_as_torch(shape, dtype, extras, normal, empty):
+    M, N, K = shape
+    x, w, out = normal(M, K, dtype=dtype), normal(N, K, dtype=dtype), empty(M, N, dtype=dtype)
+    bias = normal(N, dtype=dtype) if "bias" in extras else None
+    residual = normal(M, N, dtype=dtype) if "residual" in extras else None
+    linear(x, w.data_ptr(), out=out, bias_addr=0 if bias is None else bias.data_ptr(), residual=residual)
+    exact = linear_ref(*(a if a is None else a.double() for a in (x, w, bias, residual)))
+    judge(out, exact=exact, peer=linear_ref(x, w, bias, residual))
+
+
+@each_case
+def test_dgrad_is_as_exact_as_torch(shape, dtype, normal, empty):
+    M, N, K = shape
+    dy, w, out = normal(M, N, dtype=dtype), normal(N, K, dtype=dtype), empty(M, K, dtype=dtype)
+    linear_dgrad(dy, w.data_ptr(), out=out)
+    judge(out, exact=dy.double() @ w.double(), peer=dy @ w)
+
+
+@each_case
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_wgrad_is_as_exact_as_torch(shape, dtype, accumulate, normal, empty):
+    M, N, K = shape
+    dy, x = normal(M, N, dtype=dtype), normal(M, K, dtype=dtype)
+    before = normal(N, K, dtype=torch.float32) if accumulate else torch.zeros(N, K, device=x.device)
+    dw = before.clone() if accumulate else empty(N, K)
+    linear_wgrad(dy, x, dw.data_ptr(), accumulate=accumulate)
+    judge(dw, exact=before.double() + dy.double().T @ x.double(), peer=before + fp32_product(dy.T, x))
+
+
+@each_case
+@pytest.mark.parametrize("in_place", [False, True])
+def test_dgrad_through_swiglu_is_as_exact_as_torch(shape, dtype, in_place, normal, empty):
+    M, D, F = shape
+    dy, w, gate_up = normal(M, D, dtype=dtype), normal(D, F, dtype=dtype) / D**0.5, normal(M, 2 * F, dtype=dtype)
+    exact_d, exact_act = dgrad_swiglu_ref(dy.double(), w.double(), gate_up.double())
+    peer_d, peer_act = dgrad_swiglu_ref(dy, w, gate_up)
+    d_gate_up, act = gate_up if in_place else empty(M, 2 * F, dtype=dtype), empty(M, F, dtype=dtype)
+    linear_dgrad_swiglu(dy, w.data_ptr(), gate_up, d_gate_up=d_gate_up, act=act)
+    judge(d_gate_up, exact=exact_d, peer=peer_d)
+    judge(act, exact=exact_act, peer=peer_act)
+
+
+@each_case
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_bias_grad_is_as_exact_as_torch(shape, dtype, accumulate, normal, empty):
+    M, N, _ = shape
+    dy = normal(M, N, dtype=dtype)
+    before = normal(N, dtype=torch.float32) if accumulate else torch.zeros(N, device=dy.device)
+    db = before.clone() if accumulate else empty(N)
+    linear_bias_grad(dy, db.data_ptr(), partials=empty(*bias_grad_partials_shape(N)), accumulate=accumulate)
+    judge(db, exact=before.double() + dy.double().sum(0), peer=before + dy.float().sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, on_gpu(torch.bfloat16)], ids=str)
+def test_an_odd_vocabulary_fits_padded_rows(dtype, normal, empty):
+    M, V, D = 35, 257, 64
+    x, w = normal(M, D, dtype=dtype), normal(V, D, dtype=dtype)
+    logits, dx, dw = padded(empty(M, V, dtype=dtype)), empty(M, D, dtype=dtype), empty(V, D)
+    linear(padded(x), w.data_ptr(), out=logits)
+    judge(logits, exact=x.double() @ w.double().T, peer=F.linear(x, w))
+    assert logits._base[:, V:].isnan().all(), "wrote past the columns of out"
+    dy = padded(normal(M, V, dtype=dtype))
+    linear_dgrad(dy, w.data_ptr(), out=dx)
+    judge(dx, exact=dy.double() @ w.double(), peer=dy @ w)
+    linear_wgrad(dy, padded(x), dw.data_ptr(), accumulate=False)
+    judge(dw, exact=dy.double().T @ x.double(), peer=fp32_product(dy.T, x))
+
+
+def test_three_programs_share_many_tiles(monkeypatch, normal, empty):
+    # 10 x 2 tiles: more than one group of rows, and the last group is not whole
+    M, N, K = 300, 104, 72
+    monkeypatch.setattr(gemm, "num_sms", lambda: 3)
+    x, w, out = normal(M, K, dtype=torch.float16), normal(N, K, dtype=torch.float16), empty(M, N, dtype=torch.float16)
+    linear(x, w.data_ptr(), out=out)
+    judge(out, exact=x.double() @ w.double().T, peer=F.linear(x, w))
+
+
+@pytest.mark.parametrize(("sms", "rows", "cols", "BN"), [(132, 16384, 5120, 256), (132, 4096, 5120, 256), (132, 512, 2048, 128)])
+def test_few_tiles_are_cut_smaller(monkeypatch, sms, rows, cols, BN):
+    monkeypatch.setattr(gemm, "num_sms", lambda: sms)
+    monkeypatch.setattr(gemm, "candidate_tiles", lambda op, dtype: gemm.HOPPER_TILES[op])
+    assert gemm.choose_tile("linear", torch.bfloat16, rows, cols).BN == BN
+
+
+def test_bad_operands_are_named(empty):
+    x, out = empty(4, 32), empty(4, 48)
+    with pytest.raises(ValueError, match="w: address"):
+        linear(x, 8, out=out)
+    with pytest.raises(ValueError, match="out"):
+        linear(x, 1 << 20, out=out[:3])
+    with pytest.raises(ValueError, match="x: strides"):
+        linear(empty(32, 4).T, 1 << 20, out=out)
+    with pytest.raises(ValueError, match="out: strides"):
+        linear(x, 1 << 20, out=empty(4, 33))
+    with pytest.raises(ValueError, match="residual"):
+        linear(x, 1 << 20, out=out, residual=out.half())
+    with pytest.raises(ValueError, match="w: rows of 33"):
+        linear_dgrad(x, 1 << 20, out=empty(4, 36)[:, :33])
+    with pytest.raises(ValueError, match="partials"):
+        linear_bias_grad(x, 1 << 20, partials=empty(3, 32), accumulate=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(127, 5120, 13824), (4099, 7168, 5120)], ids=str)
+def test_the_same_bits_come_out_twice(shape, normal, empty):
+    M, N, K = shape
+    x, w, dy = normal(M, K, dtype=torch.bfloat16), normal(N, K, dtype=torch.bfloat16), normal(M, N, dtype=torch.bfloat16)
+
+    def once() -> list[torch.Tensor]:
+        out, dx, act = empty(M, N, dtype=x.dtype), empty(M, K, dtype=x.dtype), empty(M, K, dtype=x.dtype)
+        dw, db, d_gate_up = empty(N, K), empty(N), torch.cat((x, x), dim=1)
+        linear(x, w.data_ptr(), out=out, residual=dy)
+        linear_dgrad(dy, w.data_ptr(), out=dx)
+        linear_wgrad(dy, x, dw.data_ptr(), accumulate=False)
+        linear_dgrad_swiglu(dy, w.data_ptr(), d_gate_up, d_gate_up=d_gate_up, act=act)
+        linear_bias_grad(dy, db.data_ptr(), partials=empty(*bias_grad_partials_shape(N)), accumulate=False)
+        return [out, dx, dw, d_gate_up, act, db]
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
