@@ -44,8 +44,8 @@ class Run:
     """One run: what was asked for, the plan, and the loop."""
 
     def __init__(self, given: argparse.Namespace):
-        from data.batches import Batches, evaluation_rows, split
-        from data.sources import open_source
+        from data.batches import Batches, evaluation_rows
+        from data.sources import open_source, split
         from data.tokenizer import ByteTokenizer
         from model.config import preset
         from runtime import checkpoint, machine, plan
@@ -91,7 +91,7 @@ class Run:
         from runtime.host import CudaPinner, NoPinner
         from runtime.optimizer import AdamW, Schedule
         from runtime.plan import STATE_BYTES
-        from runtime.progress import Progress
+        from runtime.progress import Progress, taking_memory
         from runtime.streams import cpu_streams, cuda_streams
         from runtime.telemetry import LossMean, MetricsLog, Wandb
         from runtime.trainer import Trainer
@@ -108,7 +108,7 @@ class Run:
         self.wandb = Wandb(o.wandb, self.run_dir, config, self.run_dir.name)
         opened.callback(self.wandb.close)
         self.trainer = Trainer(self.plan, adamw, self.ops, cuda_streams() if cuda else cpu_streams(), CudaPinner() if cuda else NoPinner(),
-                               o.threads or max(1, self.machine.cpu_cores - 1), self._say)
+                               o.threads or max(1, self.machine.cpu_cores - 1), taking_memory())
         opened.callback(self.trainer.close)
         if self.saved:
             self._load()
@@ -141,7 +141,7 @@ class Run:
         if batch.supervised == 0:
             # no loss, so no update and no place in any mean
             self.empty_steps += 1
-            self._say(f"step {self.step + 1}: no token of its {o.batch} rows is supervised; left out")
+            self._say(f"step {self.step + 1}: no token of its {o.batch} rows is supervised ({', '.join(batch.names[:3])}, ...); left out")
             row |= {"train/loss": None, "train/skipped": True}
             self._draw()
         else:

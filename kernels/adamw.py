@@ -29,7 +29,9 @@ def adamw_ref(w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor
     x = g.to(w.dtype) * factor
     m = beta1 * m + one_minus_beta1 * x
     v = beta2 * v + one_minus_beta2 * (x * x)
-    return decay * w - rate * (m / (v.sqrt() * rbc2 + eps)), m, v
+    # torch's fp32 root on a CPU is not the nearest number; fp64's, rounded, is
+    root = v.double().sqrt().to(v.dtype)
+    return decay * w - rate * (m / (root * rbc2 + eps)), m, v
 
 
 @triton.jit

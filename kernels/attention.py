@@ -88,6 +88,7 @@ def _attention_fwd(qkv, doc_start, out, lse, N, qk_scale, H: tl.constexpr, K: tl
     h = tl.program_id(0) % H
     first = (tl.cdiv(N, BM) - 1 - tl.program_id(0) // H) * BM
     k_col = (H + h // (H // K)) * Dh
+    v_col = k_col + K * Dh
     kv = _tiles(qkv, N, (H + 2 * K) * Dh, BN, Dh)
     q_tiles = kv if BM == BN else _tiles(qkv, N, (H + 2 * K) * Dh, BM, Dh)
     rows = first + tl.arange(0, BM)
@@ -98,9 +99,9 @@ def _attention_fwd(qkv, doc_start, out, lse, N, qk_scale, H: tl.constexpr, K: tl
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, Dh], tl.float32)
-    acc, m, l = _fwd_blocks(acc, m, l, q, kv, rows, starts, begin, end, full_begin, full_end, k_col, k_col + K * Dh, qk_scale, True)
-    acc, m, l = _fwd_blocks(acc, m, l, q, kv, rows, starts, full_begin, full_end, full_end, full_end, k_col, k_col + K * Dh,
-                            qk_scale, False)
+    acc, m, l = _fwd_blocks(acc, m, l, q, kv, rows, starts, begin, end, full_begin, full_end, k_col, v_col, qk_scale, True)
+    acc, m, l = _fwd_blocks(acc, m, l, q, kv, rows, starts, full_begin, full_end, full_end, full_end, k_col, v_col, qk_scale,
+                            False)
     # N * H * Dh passes 2^31 at 420k rows of 5120
     at = rows.to(tl.int64)[:, None] * (H * Dh) + h * Dh + tl.arange(0, Dh)[None, :]
     tl.store(out + at, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
@@ -119,8 +120,8 @@ def _delta_bwd(out, dout, delta, N, H: tl.constexpr, Dh: tl.constexpr, BM: tl.co
 
 
 @triton.jit
-def _dkv_blocks(dk, dv, k, v, q_tiles, dout_tiles, lse, delta, N, keys, ends, begin, end, gap_begin, gap_end, first_head, qk_scale,
-                G: tl.constexpr, Dh: tl.constexpr, MASKED: tl.constexpr):
+def _dkv_blocks(dk, dv, k, v, q_tiles, dout_tiles, lse, delta, N, keys, ends, begin, end, gap_begin, gap_end, first_head,
+                qk_scale, G: tl.constexpr, Dh: tl.constexpr, MASKED: tl.constexpr):
     """Adds what blocks of rows begin..gap_begin and gap_end..end (numbers of blocks) of the G heads give to dk, dv [BN, Dh]."""
     BM: tl.constexpr = q_tiles.block_shape[0]
     # one loop over blocks and heads, so that its pipeline of loads fills once
@@ -129,6 +130,10 @@ def _dkv_blocks(dk, dv, k, v, q_tiles, dout_tiles, lse, delta, N, keys, ends, be
         i = tl.where(i < gap_begin, i, i + gap_end - gap_begin) * BM
         h = first_head + t % G
         rows = i + tl.arange(0, BM)
+        # scalars are added first, so that a thread holds one pointer and not one a column
+        at = h.to(tl.int64) * N + i
+        p_lse = lse + at + tl.arange(0, BM)
+        p_delta = delta + at + tl.arange(0, BM)
         b_q = q_tiles.load([i, h * Dh])                                        # [BM, Dh]
         b_dout = dout_tiles.load([i, h * Dh])
         # scores and their gradient with keys down and rows across: P^T and dS^T are wanted, and a transpose of a product
@@ -136,14 +141,12 @@ def _dkv_blocks(dk, dv, k, v, q_tiles, dout_tiles, lse, delta, N, keys, ends, be
         b_s = tl.dot(k, b_q.T, input_precision="ieee")                         # [BN, BM]
         b_dp = tl.dot(v, b_dout.T, input_precision="ieee")
         # statistics are loaded where they are used: at the top they would hold registers during the products
-        h_lse = lse + h.to(tl.int64) * N + rows
-        b_lse = tl.load(h_lse, mask=rows < N, other=0.0) if MASKED else tl.load(h_lse)
-        b_p = tl.exp2(b_s * qk_scale - b_lse[None, :])
+        b_lse = tl.load(p_lse, mask=rows < N, other=0.0) if MASKED else tl.load(p_lse)
         if MASKED:
-            b_p = tl.where((rows[None, :] >= keys[:, None]) & (rows[None, :] < ends[:, None]), b_p, 0.0)
+            b_s = tl.where((rows[None, :] >= keys[:, None]) & (rows[None, :] < ends[:, None]), b_s, -float("inf"))
+        b_p = tl.exp2(b_s * qk_scale - b_lse[None, :])
         dv = tl.dot(b_p.to(k.dtype), b_dout, dv, input_precision="ieee")
-        h_delta = delta + h.to(tl.int64) * N + rows
-        b_delta = tl.load(h_delta, mask=rows < N, other=0.0) if MASKED else tl.load(h_delta)
+        b_delta = tl.load(p_delta, mask=rows < N, other=0.0) if MASKED else tl.load(p_delta)
         b_ds = b_p * (b_dp - b_delta[None, :])
         dk = tl.dot(b_ds.to(k.dtype), b_q, dk, input_precision="ieee")
     return dk, dv
@@ -191,10 +194,10 @@ def _dq_blocks(dq, q, b_dout, kv, b_lse, b_delta, rows, starts, begin, end, gap_
         b_k = kv.load([j, k_col])                                              # [BN, Dh]
         b_s = tl.dot(q, b_k.T, input_precision="ieee")                         # [BM, BN]
         b_dp = tl.dot(b_dout, kv.load([j, v_col]).T, input_precision="ieee")
-        b_p = tl.exp2(b_s * qk_scale - b_lse[:, None])
         if MASKED:
             keys = j + tl.arange(0, BN)
-            b_p = tl.where((keys[None, :] <= rows[:, None]) & (keys[None, :] >= starts[:, None]), b_p, 0.0)
+            b_s = tl.where((keys[None, :] <= rows[:, None]) & (keys[None, :] >= starts[:, None]), b_s, -float("inf"))
+        b_p = tl.exp2(b_s * qk_scale - b_lse[:, None])
         b_ds = b_p * (b_dp - b_delta[:, None])
         dq = tl.dot(b_ds.to(q.dtype), b_k, dq, input_precision="ieee")
     return dq
@@ -206,6 +209,7 @@ def _attention_dq_bwd(qkv, dout, lse, delta, doc_start, dqkv, N, scale, qk_scale
     h = tl.program_id(0) % H
     first = (tl.cdiv(N, BM) - 1 - tl.program_id(0) // H) * BM
     k_col = (H + h // (H // K)) * Dh
+    v_col = k_col + K * Dh
     kv = _tiles(qkv, N, (H + 2 * K) * Dh, BN, Dh)
     q_tiles = kv if BM == BN else _tiles(qkv, N, (H + 2 * K) * Dh, BM, Dh)
     dout_tiles = _tiles(dout, N, H * Dh, BM, Dh)
@@ -218,10 +222,10 @@ def _attention_dq_bwd(qkv, dout, lse, delta, doc_start, dqkv, N, scale, qk_scale
     q = q_tiles.load([first, h * Dh])                                          # [BM, Dh]
     b_dout = dout_tiles.load([first, h * Dh])
     dq = tl.zeros([BM, Dh], tl.float32)
-    dq = _dq_blocks(dq, q, b_dout, kv, b_lse, b_delta, rows, starts, begin, end, full_begin, full_end, k_col, k_col + K * Dh,
-                    qk_scale, True)
-    dq = _dq_blocks(dq, q, b_dout, kv, b_lse, b_delta, rows, starts, full_begin, full_end, full_end, full_end, k_col,
-                    k_col + K * Dh, qk_scale, False)
+    dq = _dq_blocks(dq, q, b_dout, kv, b_lse, b_delta, rows, starts, begin, end, full_begin, full_end, k_col, v_col, qk_scale,
+                    True)
+    dq = _dq_blocks(dq, q, b_dout, kv, b_lse, b_delta, rows, starts, full_begin, full_end, full_end, full_end, k_col, v_col,
+                    qk_scale, False)
     at = rows.to(tl.int64)[:, None] * ((H + 2 * K) * Dh) + h * Dh + tl.arange(0, Dh)[None, :]
     tl.store(dqkv + at, (dq * scale).to(dqkv.dtype.element_ty), mask=inside[:, None])
 
@@ -246,8 +250,8 @@ HOPPER_TILES = {
 }
 # 16-bit inputs where a block has 99 KB
 SMALL_TILES = {"fwd": Tile(64, 32, 4, 2), "dkv": Tile(32, 32, 4, 2), "dq": Tile(32, 32, 4, 2)}
-# fp32 has no tensor cores under input_precision="ieee"
-FP32_TILE = Tile(32, 32, 4, 1)
+# fp32 has no tensor cores under input_precision="ieee", and its products keep whole rows in registers
+FP32_TILE = Tile(16, 16, 8, 1)
 # unequal, so that a tile's border on one side is in the middle of one on the other
 INTERPRETER_TILES = {"fwd": Tile(32, 16, 1, 1), "dkv": Tile(16, 32, 1, 1), "dq": Tile(32, 16, 1, 1)}
 # rows of a program of the memory-bound pass
@@ -269,12 +273,15 @@ def launch_options(kernel: str, dtype: torch.dtype, H: int, K: int, Dh: int) -> 
     return tile, {"H": H, "K": K, "Dh": Dh, "BM": tile.BM, "BN": tile.BN, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
-def check_heads(H: int, K: int, Dh: int) -> None:
-    """Raises ValueError for a head layout that the kernels do not have."""
+def check_heads(H: int, K: int, Dh: int, scale: float) -> None:
+    """Raises ValueError for heads that the kernels cannot take."""
     if K < 1 or H % K:
         raise ValueError(f"H: {H} query heads do not share {K} key heads evenly")
     if Dh not in HEAD_WIDTHS:
         raise ValueError(f"Dh: {Dh}; wanted one of {HEAD_WIDTHS}")
+    # the maximum is taken before the scale is applied
+    if not scale > 0:
+        raise ValueError(f"scale: {scale}; wanted a positive number")
 
 
 def check_tensor(name: str, x: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
@@ -293,14 +300,12 @@ def attention(qkv: torch.Tensor, doc_start: torch.Tensor, doc_end: torch.Tensor,
     scale: above 0. Raises ValueError, naming the tensor, for a shape, dtype, stride or alignment that the kernels cannot take.
     """
     N = qkv.shape[0]
-    check_heads(H, K, Dh)
+    check_heads(H, K, Dh, scale)
     check_tensor("qkv", qkv, qkv.dtype, N, (H + 2 * K) * Dh)
     check_tensor("doc_start", doc_start, torch.int32, N)
     check_tensor("doc_end", doc_end, torch.int32, N)
     check_tensor("out", out, qkv.dtype, N, H * Dh)
     check_tensor("lse", lse, torch.float32, H, N)
-    if not scale > 0:
-        raise ValueError(f"scale: {scale}; wanted a positive number")
     tile, options = launch_options("fwd", qkv.dtype, H, K, Dh)
     _attention_fwd[(triton.cdiv(N, tile.BM) * H,)](qkv, doc_start, out, lse, N, scale / math.log(2), **options)
 
@@ -313,7 +318,7 @@ def attention_backward(qkv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, 
     Raises ValueError as `attention` does.
     """
     N = qkv.shape[0]
-    check_heads(H, K, Dh)
+    check_heads(H, K, Dh, scale)
     for name, x in (("qkv", qkv), ("dqkv", dqkv)):
         check_tensor(name, x, qkv.dtype, N, (H + 2 * K) * Dh)
     for name, x in (("out", out), ("dout", dout)):

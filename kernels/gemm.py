@@ -7,11 +7,10 @@
                          silu(g) = s g and silu'(g) = s (1 + g (1 - s)) with s = 1 / (1 + exp(-g))
     linear_bias_grad     db[N]    (+)= column sums of dy[M,N]
 
-M rows (tokens), N outputs, K inputs; in the tiles BM x BN of an output, BR of what is summed over, BE columns that
-the epilogue takes at a time. x, dy, out, residual
-are bf16, fp16 or fp32 with a row stride that may exceed the columns; W and bias are raw addresses of the same dtype; dW and
-db raw addresses of fp32. Sums are fp32, rounded once. Row strides are multiples of 16 bytes (the TMA unit asks for it),
-so N and K are multiples of 8 in bf16, but N is arbitrary where only W has N rows and `out`, `dy` have padded ones (logits).
+M rows (tokens), N outputs, K inputs. Tiles: BM x BN of an output, BR of what is summed over, BE columns that the epilogue
+takes at a time. x, dy, out, residual are bf16, fp16 or fp32 with a row stride that may exceed the columns; W and bias are
+raw addresses of the same dtype; dW and db raw addresses of fp32. Sums are fp32, rounded once. Row strides are multiples of
+16 bytes (the TMA unit asks for it), but N is arbitrary where W has N rows and `out`, `dy` have padded ones (logits).
 
 A persistent program takes every P-th tile of the output, in groups of GROUP rows of tiles whose operands stay in L2 while
 the columns go by. Descriptors (TMA) load and store: outside the matrix they read zero and write nothing, so that no size
@@ -234,7 +233,7 @@ HOPPER_TILES = {
     "linear": (Tile(128, 256, 64, 64, 4, 8, True, 1.0), Tile(128, 128, 64, 64, 4, 8, True, 0.8)),
     "dgrad": (Tile(128, 256, 64, 64, 4, 8, True, 1.0), Tile(128, 128, 64, 64, 4, 8, True, 0.8)),
     "wgrad": (Tile(128, 256, 64, 32, 4, 8, True, 1.0), Tile(128, 128, 64, 32, 4, 8, True, 0.8)),
-    "dgrad_swiglu": (Tile(128, 256, 64, 64, 4, 8, True, 1.0), Tile(128, 128, 64, 64, 4, 8, True, 0.8)),
+    "dgrad_swiglu": (Tile(128, 256, 64, 64, 4, 8, True, 1.0), Tile(128, 128, 64, 32, 4, 8, True, 0.8)),
 }
 # 16-bit inputs where a block has 99 KB
 SMALL_TILES = (Tile(128, 128, 32, 32, 3, 8, False, 1.0),)

@@ -28,7 +28,7 @@ def _norm2_partial(grad, out, partials, n, BLOCK: tl.constexpr, STAGES: tl.const
     b_count = tl.zeros([BLOCK], tl.int32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0), num_stages=STAGES):
         # n passes 2^31 where an embedding of 152064 x 16384 is one gradient
-        i = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        i = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         b_grad = tl.load(grad + i, mask=i < n, other=0.0)                      # [BLOCK]
         tl.store(out + i, b_grad.to(out.dtype.element_ty), mask=i < n)
         b_wide = b_grad.to(tl.float64)

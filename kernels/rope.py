@@ -13,6 +13,8 @@
 
 Heads of v do not change. Source: Su et al. 2021, arXiv 2104.09864; norms: Dehghani et al. 2023, arXiv 2302.05442.
 """
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -192,9 +194,11 @@ def rope_backward(dqkv: torch.Tensor, qkv: torch.Tensor | None, cos: torch.Tenso
                                BH=BH, num_warps=num_warps)
         return
     _check(qkv, cos, sin, positions, H, K, Dh, addrs, dqkv=dqkv)
-    check_partials(partials, *rope_partials_shape(Dh))
-    P = blocks * min(N, partials.shape[1] // blocks)
-    _rope_norm_bwd[P,](dqkv, qkv, cos, sin, positions, q_norm_addr, k_norm_addr, eps, partials[0], partials[1], N, H=H, K=K,
+    shape = rope_partials_shape(Dh)
+    check_partials(partials, *shape)
+    q_partials, k_partials = partials.view(-1)[:math.prod(shape)].view(shape)
+    P = blocks * min(N, shape[1] // blocks)
+    _rope_norm_bwd[P,](dqkv, qkv, cos, sin, positions, q_norm_addr, k_norm_addr, eps, q_partials, k_partials, N, H=H, K=K,
                        Dh=Dh, BH=BH, STAGES=BACKWARD_STAGES, num_warps=num_warps)
-    sum_partials(partials[0], P, Dh, dq_norm_addr, accumulate=accumulate)
-    sum_partials(partials[1], P, Dh, dk_norm_addr, accumulate=accumulate)
+    sum_partials(q_partials, P, Dh, dq_norm_addr, accumulate=accumulate)
+    sum_partials(k_partials, P, Dh, dk_norm_addr, accumulate=accumulate)

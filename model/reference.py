@@ -234,7 +234,8 @@ def linear_cross_entropy(x, w, labels, scale, *, V, logits, losses, dx=None, dw_
 # gradient norm
 
 def norm2(grad, *, out, partials, result):
-    """out = grad, rounded; result fp64 [2] = sum of squares, number of elements that are not finite."""
+    """out = grad, rounded; result fp64 [2] = sum of grad's squares, number of elements of out that are not finite."""
     out.copy_(grad)
     result[0] = grad.double().square_().sum()
-    result[1] = grad.numel() - grad.isfinite().sum()
+    # rounding can make inf of what is finite in fp32, and out is what the update reads
+    result[1] = out.numel() - out.isfinite().sum()

@@ -16,12 +16,12 @@ import time
 import numpy as np
 import torch
 
-from runtime.host_adamw import AdamWStep, adamw_step, set_threads, update
+from runtime.host_adamw import AdamWStep, adamw_step, set_threads, update, warm_up
 from runtime.slabs import Slab
 from runtime.state import HostState
 
 # elements updated between two looks at the stop flag: some 20 ms
-_RANGE = 1 << 26
+RANGE = 1 << 26
 # Pascanu et al., arXiv 1211.5063, as torch.nn.utils.clip_grad_norm_ guards it
 _NORM_EPS = 1e-6
 
@@ -84,7 +84,9 @@ class _Job:
 class HostOptimizer:
     """Owns the updating thread. The launcher calls submit, wait_updated and settle; nobody else touches the state."""
 
-    def __init__(self, state: HostState, adamw: AdamW, threads: int):
+    def __init__(self, state: HostState, adamw: AdamW, threads: int, grad_dtype: torch.dtype):
+        """threads: of the update. grad_dtype: of the gradients in the slabs."""
+        self._bf16_gradients = grad_dtype == torch.bfloat16
         self.state, self.adamw = state, adamw
         self._threads = threads
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -140,6 +142,8 @@ class HostOptimizer:
     def _run(self) -> None:
         try:
             set_threads(self._threads)
+            # seconds, that otherwise the first step would take
+            warm_up(len(self.state.units[0].masters) == 2, self._bf16_gradients)
             while (job := self._jobs.get()) is not None:
                 self._do(job)
         except BaseException as error:  # noqa: BLE001  the launcher raises it
@@ -171,10 +175,10 @@ class HostOptimizer:
         arrays = masters, state.m.numpy(), state.v.numpy(), _array(gradient)
         for first, last, decay in ((0, layout.decay_from, False), (layout.decay_from, layout.numel, True)):
             step = self.adamw.step(applied, decay)
-            for begin in range(first, last, _RANGE):
+            for begin in range(first, last, RANGE):
                 if self._stopping:
                     raise InterruptedError("closed in the middle of an update")
-                update(*arrays, factor, step, begin, min(begin + _RANGE, last))
+                update(*arrays, factor, step, begin, min(begin + RANGE, last))
 
 
 def _array(t: torch.Tensor) -> np.ndarray:

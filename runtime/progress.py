@@ -10,7 +10,7 @@ from tqdm import tqdm
 # narrower terminals get lines: a bar beside the numbers would be a few characters
 BAR_COLUMNS = 60
 PLAIN_INTERVAL_S = 5.0
-_BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {postfix}, {remaining} left"
+_BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 
 
 class _Bar(tqdm):
@@ -89,3 +89,14 @@ def _columns(stream: TextIO) -> int:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
         return int(os.environ.get("COLUMNS", "") or 80)
+
+
+def taking_memory(stream: TextIO | None = None) -> Callable[[int], None]:
+    """Tells every few seconds how much host memory a start has taken; says nothing if it is quick."""
+    stream, said_at = stream or sys.stderr, [time.monotonic()]
+
+    def progress(num_bytes: int) -> None:
+        if time.monotonic() - said_at[0] >= PLAIN_INTERVAL_S:
+            said_at[0] = time.monotonic()
+            print(f"taking host memory: {num_bytes / 2 ** 30:.0f} GiB", file=stream, flush=True)
+    return progress

@@ -20,4 +20,4 @@ def model_table() -> str:
 def stall_line(times: StepTimes) -> str:
     """One line on where a step's time went."""
     causes = ", ".join(f"{cause} {seconds * 1e3:.0f} ms" for cause, seconds in times.exposed.items() if seconds > 5e-4)
-    return f"step {times.step_s:.3f} s: compute busy {times.busy['compute']:.3f} s, waited for {causes or 'nothing'}"
+    return f"step {times.step_s:.3f} s: compute busy {times.busy['compute']:.3f} s, update {times.busy['update']:.3f} s, waited for {causes or 'nothing'}"

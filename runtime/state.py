@@ -21,7 +21,7 @@ from runtime.host_adamw import join, split
 # parameters made at a time when weights are drawn
 _INIT_CHUNK = 1 << 26
 # GPT-2's; projections into the residual stream get it divided by sqrt(2 L), arXiv 1909.08053 section 3
-_INIT_STD = 0.02
+INIT_STD = 0.02
 
 
 def unit_layouts(c: ModelConfig) -> list[Layout]:
@@ -44,7 +44,7 @@ class UnitState:
 
 
 class HostState:
-    """All units' state; `updates[u]` counts the updates unit u has had, which is the version of its working weights."""
+    """All units' state; `updates[u]` counts how often unit u was written, which is the version of its working weights."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, memory: HostMemory):
         """dtype: of the working weights, bf16 or fp32. memory: what hands out pinned regions."""
@@ -68,7 +68,7 @@ class HostState:
         for unit, layout in enumerate(self.layouts):
             generator = torch.Generator(device).manual_seed(seed * 1_000_003 + unit)
             for name, span in layout.tensors.items():
-                std = _INIT_STD / math.sqrt(2 * self.config.layers) if name in ("o", "down") else _INIT_STD
+                std = INIT_STD / math.sqrt(2 * self.config.layers) if name in ("o", "down") else INIT_STD
                 for begin in range(span.offset, span.end, _INIT_CHUNK):
                     n = min(_INIT_CHUNK, span.end - begin)
                     if "norm" in name or "bias" in name:
@@ -76,6 +76,7 @@ class HostState:
                     else:
                         values = torch.empty(n, device=device).normal_(0, std, generator=generator).cpu()
                     self._write(unit, begin, values)
+            self.updates[unit] += 1
             if progress:
                 progress(unit)
 
@@ -114,3 +115,4 @@ class HostState:
             self._write(unit, span.offset, tensors[f"master.{name}"].reshape(-1))
             layout.bind(state.m).view(name).copy_(tensors[f"m.{name}"])
             layout.bind(state.v).view(name).copy_(tensors[f"v.{name}"])
+        self.updates[unit] += 1

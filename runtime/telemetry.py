@@ -48,9 +48,9 @@ def strict(value: Any, name: str = "", not_finite: list[str] | None = None) -> A
 
 
 def strict_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as metrics.jsonl has it, with `not_finite` if there is something to list. ValueError for a key without a
-    group or a row without a step."""
-    bad = [key for key in row if key.partition("/")[0] not in GROUPS or not key.partition("/")[2]]
+    """The row as metrics.jsonl has it, with `not_finite` if there is something to list; a row that came from here stays
+    as it is. ValueError for a key without a group or a row without a step."""
+    bad = [key for key in row if key != "not_finite" and (key.partition("/")[0] not in GROUPS or not key.partition("/")[2])]
     if bad or STEP not in row:
         raise ValueError(f"metrics are called group/name, group one of {GROUPS}, and {STEP} is one of them: {bad or list(row)}")
     not_finite: list[str] = []
@@ -171,6 +171,7 @@ class Wandb:
             self._trouble(f"not started: {error.strerror}")
             return
         os.set_blocking(self._process.stdin.fileno(), False)
+        os.set_blocking(self._process.stdout.fileno(), False)
         self._put(run)
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -179,7 +180,7 @@ class Wandb:
             return
         self._put(strict_row(row))
         if self._process is not None and self._process.poll() is not None:
-            self._ended()
+            self._ended(f"its process ended with {self._process.returncode}")
 
     def close(self, ok: bool = True) -> None:
         """Lets W&B finish for some seconds, then kills it. ok: the run did what it was asked to."""
@@ -193,16 +194,15 @@ class Wandb:
         if self._process is None:
             return
         self._process.stdin.close()
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._kill()
+        status = self._wait(deadline - time.monotonic())
+        if status is None:
             self._ended(f"did not finish in {self._finish_s:g} s")
         else:
-            self._ended()
+            self._ended(f"its process ended with {status}" if status else None)
 
     def _put(self, line: dict[str, Any]) -> None:
-        data = json.dumps(line, allow_nan=False).encode() + b"\n"
+        # a configuration may hold paths and dtypes: their text will do
+        data = json.dumps(line, allow_nan=False, default=str).encode() + b"\n"
         if len(self._waiting) + len(data) > self._buffer_bytes:
             self._trouble("does not keep up, rows are left out")
         else:
@@ -216,27 +216,29 @@ class Wandb:
             except BlockingIOError:
                 return
             except BrokenPipeError:
-                # it is ending, or as good as: the pipe's end goes a moment before the exit status is there
-                try:
-                    self._process.wait(0.5)
-                except subprocess.TimeoutExpired:
-                    self._kill()
-                self._ended()
+                # it is ending: the pipe's end goes a moment before the exit status is there
+                self._ended(f"its process ended with {self._wait(0.5)}")
                 return
             del self._waiting[:taken]
 
-    def _kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+    def _wait(self, timeout_s: float) -> int | None:
+        """The process's exit status, or None if it does not end by itself."""
+        try:
+            return self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return None
 
-    def _ended(self, why: str = "") -> None:
+    def _ended(self, trouble: str | None) -> None:
+        """Lets go of the process. trouble: what to say, if it said nothing itself."""
         process, self._process = self._process, None
         self._waiting.clear()
         process.stdin.close()
-        said = process.stdout.read().decode(errors="replace").strip()
+        said = (process.stdout.read() or b"").decode(errors="replace").strip()
         process.stdout.close()
-        if process.returncode != 0:
-            self._trouble(why or said or f"its process ended with {process.returncode}")
+        if process.returncode is None:
+            process.kill()
+        if trouble:
+            self._trouble(said or trouble)
 
     def _trouble(self, what: str) -> None:
         if not self._warned:

@@ -37,7 +37,7 @@ class Trainer:
         try:
             self.state = HostState(plan.request.config, plan.shape.dtype, self.memory)
             self._slabs = self._make_slabs()
-            self.optimizer = HostOptimizer(self.state, adamw, threads)
+            self.optimizer = HostOptimizer(self.state, adamw, threads, plan.shape.grad_dtype)
             self.lay_out(plan)
         except BaseException:
             self.memory.close()

@@ -37,7 +37,7 @@ def start_run(mode: str, run_dir: Path, config: dict, name: str):
     which = {"group": name}
     if mode == "online":
         id_file = run_dir / "wandb" / "run_id"
-        id_file.parent.mkdir(exist_ok=True)
+        id_file.parent.mkdir(parents=True, exist_ok=True)
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12])
         which = {"id": id_file.read_text().strip(), "resume": "allow"}
@@ -69,7 +69,7 @@ def main() -> None:
         run.finish(exit_code=exit_code)
     except Exception as error:
         why = "it is not installed" if isinstance(error, ModuleNotFoundError) and error.name == "wandb" else \
-            f"{type(error).__name__}: {' '.join(str(error).split())}"
+            f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
         os.write(report, f"could not {doing}: {why}\n".encode())
         # no atexit hooks: those of a service that just failed may hang
         os._exit(1)

@@ -11,10 +11,12 @@ EXPECT = {
 }
 
 
+
 def cases() -> None:
-    """Groups of 5 and 8 query heads; rows that the launcher finds divisible by 16, and others."""
-    for H, K, Dh in ((40, 8, 128), (64, 8, 128), (40, 8, 64), (64, 8, 64)):
-        for N in (256, 250):
+    """The presets' heads (groups of 1, 3, 5 and 8); numbers of rows that the launcher specializes on: by 16, odd, one."""
+    for H, K, Dh, rows in ((40, 8, 128, (256, 250, 1)), (64, 8, 128, (256, 250)), (32, 32, 128, (256,)), (40, 8, 64, (256,)),
+                           (64, 8, 64, (256, 250)), (9, 3, 64, (256,)), (16, 8, 256, (256, 250))):
+        for N in rows:
             qkv, out = (torch.empty(N, heads * Dh, dtype=torch.bfloat16) for heads in (H + 2 * K, H))
             lse = torch.empty(H, N)
             doc_start = torch.empty(N, dtype=torch.int32)

@@ -3,7 +3,8 @@ import torch
 
 from kernels.norm2 import norm2, norm2_partials_shape
 
-EXPECT = {"_norm2_partial": {"loads_16_bytes": 4, "stores_16_bytes": 2}}
+# the gradient comes by cp.async, 16 bytes a thread
+EXPECT = {"_norm2_partial": {"stores_16_bytes": 2}}
 
 
 def cases() -> None:

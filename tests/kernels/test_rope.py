@@ -1,4 +1,6 @@
 """Rotation (and q/k norms) and its backward against fp64; the peer is Hugging Face's formula and its autograd."""
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,7 +66,7 @@ def backward(case, norms, empty, accumulate_on=None):
         return (dqkv,)
     dq_norm, dk_norm = empty(2, case.Dh) if accumulate_on is None else accumulate_on
     rope_backward(dqkv, case.qkv, *case.places, **case.weights(True), dq_norm_addr=dq_norm.data_ptr(),
-                  dk_norm_addr=dk_norm.data_ptr(), partials=empty(*rope_partials_shape(case.Dh)),
+                  dk_norm_addr=dk_norm.data_ptr(), partials=empty(math.prod(rope_partials_shape(case.Dh)) + 5),
                   accumulate=accumulate_on is not None)
     return dqkv, dq_norm, dk_norm
 
@@ -149,7 +151,7 @@ def test_accumulating_adds_to_what_is_there(device, empty):
 
 
 def test_the_same_input_gives_the_same_bits(device, empty):
-    case = Inputs(67, 5, 1, 64, torch.float16, device)
+    case = Inputs(35, 5, 1, 64, torch.float16, device)
     first = backward(case, True, empty)
     assert all(map(torch.equal, backward(case, True, empty), first))
 

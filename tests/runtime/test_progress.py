@@ -3,6 +3,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import struct
 import termios
 
@@ -25,8 +26,11 @@ def terminal(monkeypatch):
 
         def shown():
             stream.flush()
-            os.set_blocking(master, False)
-            return (os.read(master, 1 << 20) or b"").decode()
+            text = b""
+            # what was written comes through in a moment, in pieces
+            while select.select([master], [], [], 0.1)[0]:
+                text += os.read(master, 1 << 16)
+            return text.decode()
         return stream, shown
     yield make
     for f in opened:
