@@ -11,6 +11,7 @@ finite. 130: stopped by Ctrl-C or SIGTERM, after the step was finished and saved
 import argparse
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
 import time
@@ -18,6 +19,10 @@ from pathlib import Path
 
 from model.errors import UserError
 from runtime.options import parser, resolve
+
+# torch's CPU threads sleep while they wait for each other: spinning, a step takes ten times as long on a shared machine.
+# libgomp looks once, when torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 MAX_SKIPPED_IN_A_ROW = 10
 # rows of validation text, and how a sample is drawn
@@ -156,7 +161,7 @@ class Run:
         self.step += 1
         if self.step % o.log_every == 0 or self.step == o.steps:
             row |= self._rates()
-        if o.eval_every and self.step % o.eval_every == 0 and self.step < o.steps:
+        if self.step == o.steps or (o.eval_every and self.step % o.eval_every == 0):
             row |= self._validate()
         self.wandb.log(self.metrics.write(row))
         if o.save and o.save_every and self.step % o.save_every == 0 and self.step < o.steps:
@@ -195,10 +200,8 @@ class Run:
 
     def _finish(self, interrupted: bool) -> int:
         o = self.options
-        if self.step == o.steps:
-            self.wandb.log(self.metrics.write({"train/step": self.step} | self._validate()))
-            if o.sample:
-                self._say(f"sample: {self._sample(o.sample)}")
+        if self.step == o.steps and o.sample:
+            self._say(f"sample: {self._sample(o.sample)}")
         if o.save:
             self._save()
         print(f"run     {self.run_dir}: metrics.jsonl, config.json" + (", checkpoints/" if o.save else ""))

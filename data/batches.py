@@ -1,28 +1,35 @@
-"""Packed rows of tokens, in an order that seed and epoch alone decide, with an exact position to resume from.
+"""Rows out: documents packed into rows of T tokens, in an order that seed and epoch alone decide, with exact position.
 
-    documents   ab | c      tokens  a  b  E  c  E       E ends a document and predicts nothing
-                            labels  b  E  -  E  -       - is -100: masked
+    documents      ab|      c|       defg|           | ends a document: the tokenizer's eos
+    rows, T = 6    a b | c | d       e f g | a b     the last row goes on with the next epoch
+    positions      0 1 2 0 1 0       0 1 2 3 0 1
+    labels         b | - | - -       f g | - b -     - is -100
 
-Documents follow each other in the epoch's order; a row is cut where it is full, and the rest of a document goes on in
-the next row as a piece of its own: it does not see what came before, and the last token of a row predicts nothing.
-No token is lost and none comes twice. Boundaries travel with the tokens; nothing infers them from positions.
+A document longer than the rest of its row goes on in the next one; each such piece attends to itself alone and its
+positions begin at 0. No token is lost, none comes twice in an epoch. An end predicts nothing, neither does the last
+token of a row. Borders travel as lengths: a document of one token has position 0 and is seen all the same.
+
+The position is (epoch, document in the epoch's order, offset in it): no buffer waits beside it.
 """
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from data.sources import DataError, Document, fingerprint
+from data.sources import DataError, Source
 from data.tokenizer import ByteTokenizer
 
 MASKED = -100
+# a single document is held out in part if the part is worth a loss
+MIN_VALIDATION_BYTES = 256
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class MicroBatch:
-    """Rows one after the other, int32 [rows * T] each; row indices of documents count from its first token.
+    """Rows that pass a layer together, flattened: int32 [N]; doc_start and doc_end are rows 0 to N of it.
 
-    Token i attends to doc_start[i] .. i; its document ends before doc_end[i]. order: stable argsort of tokens.
+    order: stable argsort of tokens. supervised: labels that are not -100.
     """
     tokens: np.ndarray
     labels: np.ndarray
@@ -30,147 +37,261 @@ class MicroBatch:
     doc_start: np.ndarray
     doc_end: np.ndarray
     order: np.ndarray
+    supervised: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows of a step or of an evaluation, int32 [rows, T] each; doc_start, doc_end count within the row.
+@dataclasses.dataclass
+class StepBatch:
+    """The rows of one step, or of a validation: int32 [rows, T]; doc_start and doc_end within the row, 0 to T.
 
-    epoch: 0 is the first. names: documents that have a token here.
+    supervised: labels that are not -100. num_tokens, sum_of_squares: of documents and of their pieces' lengths, padding
+    left out. epoch: passes over the documents that were complete before the step's last token.
     """
     tokens: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
     doc_start: np.ndarray
     doc_end: np.ndarray
+    supervised: int
+    num_tokens: int
+    sum_of_squares: int
     epoch: int
-    names: tuple[str, ...]
 
-    @property
-    def supervised(self) -> int:
-        """Tokens with a label."""
-        return int((self.labels != MASKED).sum())
-
-    @property
-    def sum_of_squares(self) -> int:
-        """Of the lengths of all documents' pieces: what attention's cost goes by."""
-        return int((self.doc_end - self.doc_start).sum(dtype=np.int64))
-
-    def micro_batch(self, first: int, count: int) -> MicroBatch:
-        """Rows first .. first + count as one micro-batch."""
-        rows = slice(first, first + count)
-        offset = (np.arange(count, dtype=np.int32) * self.tokens.shape[1])[:, None]
-        tokens = self.tokens[rows].ravel()
-        return MicroBatch(tokens, self.labels[rows].ravel(), self.positions[rows].ravel(), (self.doc_start[rows] + offset).ravel(),
-                          (self.doc_end[rows] + offset).ravel(), np.argsort(tokens, kind="stable").astype(np.int32))
+    def micro_batch(self, first_row: int, num_rows: int) -> MicroBatch:
+        rows = slice(first_row, first_row + num_rows)
+        tokens, labels = self.tokens[rows].ravel(), self.labels[rows].ravel()
+        T = self.tokens.shape[1]
+        begin = np.arange(len(tokens) // T, dtype=np.int32)[:, None] * T
+        return MicroBatch(tokens, labels, self.positions[rows].ravel(), (self.doc_start[rows] + begin).ravel(),
+                          (self.doc_end[rows] + begin).ravel(), _order(tokens), int((labels != MASKED).sum()))
 
     def groups(self, micro_rows: int, micro_batches: int) -> Iterator[list[MicroBatch]]:
-        """All rows, in groups of at most that many micro-batches of equal size."""
-        total = len(self.tokens)
-        whole = [self.micro_batch(i, micro_rows) for i in range(0, total - micro_rows + 1, micro_rows)]
-        yield from (whole[i:i + micro_batches] for i in range(0, len(whole), micro_batches))
-        if rest := total % micro_rows:
-            yield [self.micro_batch(total - rest, rest)]
+        """All rows in micro-batches, at most `micro_batches` together; those together have equally many rows."""
+        rows = len(self.tokens)
+        whole = rows // micro_rows
+        for i in range(0, whole, micro_batches):
+            yield [self.micro_batch(j * micro_rows, micro_rows) for j in range(i, min(i + micro_batches, whole))]
+        if rows % micro_rows:
+            yield [self.micro_batch(whole * micro_rows, rows % micro_rows)]
+
+
+def _order(tokens: np.ndarray) -> np.ndarray:
+    # 16-bit keys are sorted by radix, ten times as fast
+    keys = tokens.astype(np.uint16) if tokens.max() < 1 << 16 else tokens
+    return np.argsort(keys, kind="stable").astype(np.int32)
+
+
+def lay_out(tokens: np.ndarray, lengths: np.ndarray, T: int, padding: np.ndarray | None = None, epoch: int = 0) -> StepBatch:
+    """Labels, positions and borders of tokens int32 [rows * T] that consist of pieces of these lengths.
+
+    No piece crosses the end of a row. padding: bool, the pieces that are padding.
+    """
+    text = np.ones(len(lengths), bool) if padding is None else ~padding
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    labels = np.empty_like(tokens)
+    labels[:-1] = tokens[1:]
+    labels[ends - 1] = MASKED
+    labels[np.repeat(~text, lengths)] = MASKED
+    row_begin = np.arange(len(tokens)) // T * T
+    doc_start = np.repeat(starts, lengths)
+    positions = np.arange(len(tokens)) - doc_start
+    arrays = (labels, positions, doc_start - row_begin, np.repeat(ends, lengths) - row_begin)
+    rows = [array.astype(np.int32, copy=False).reshape(-1, T) for array in (tokens, *arrays)]
+    return StepBatch(*rows, supervised=int((lengths[text] - 1).sum()), num_tokens=int(lengths[text].sum()),
+                     sum_of_squares=int(np.square(lengths[text], dtype=np.int64).sum()), epoch=epoch)
+
+
+def one_document(tokens: Sequence[int]) -> MicroBatch:
+    """A micro-batch that is one document, every token but the last supervised."""
+    return lay_out(np.array(tokens, np.int32), np.array([len(tokens)]), len(tokens)).micro_batch(0, 1)
+
+
+def split(source: Source, every: int = 50) -> tuple[Source, Source]:
+    """(training, validation): every `every`-th document is held out, the last one if they are fewer.
+
+    Of a single document the last 1/every is held out. Where that is less than MIN_VALIDATION_BYTES, validation is the
+    training text and both say so in `validation_is_training_text`.
+    """
+    if len(source) > 1:
+        held_out = np.zeros(len(source), bool)
+        held_out[min(every, len(source)) - 1:: every] = True
+        return _chosen(source, ~held_out), _chosen(source, held_out)
+    begin, length = source.begins[0], source.lengths[0]
+    cut = length - length // every
+    # 10xxxxxx goes on with a character
+    while cut < length and source.text[begin + cut] & 0xC0 == 0x80:
+        cut += 1
+    if length - cut < MIN_VALIDATION_BYTES:
+        same = dataclasses.replace(source, validation_is_training_text=True)
+        return same, same
+    return (source.part(source.begins, np.array([cut]), source.names),
+            source.part(source.begins + cut, np.array([length - cut]), source.names))
+
+
+def _chosen(source: Source, mask: np.ndarray) -> Source:
+    return source.part(source.begins[mask], source.lengths[mask], [source.names[i] for i in np.flatnonzero(mask)])
+
+
+@dataclasses.dataclass
+class _Pieces:
+    """Stretches of documents: document, offset in it and length, int64 each; document -1 is padding."""
+    document: np.ndarray
+    offset: np.ndarray
+    length: np.ndarray
+
+    @staticmethod
+    def joined(parts: Sequence["_Pieces"]) -> "_Pieces":
+        return _Pieces(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in dataclasses.fields(_Pieces)))
+
+    def cut(self, T: int) -> "_Pieces":
+        """Cut where rows of T end."""
+        ends = np.cumsum(self.length)
+        starts = ends - self.length
+        borders = np.union1d(ends, np.arange(T, ends[-1], T))
+        begins = np.concatenate(([0], borders[:-1]))
+        whole = np.searchsorted(ends, begins, side="right")
+        return _Pieces(self.document[whole], self.offset[whole] + begins - starts[whole], borders - begins)
+
+
+class _Tokens:
+    """Encoded documents; their lengths count the end."""
+
+    def __init__(self, documents: Source, tokenizer: ByteTokenizer, T: int):
+        """DataError if rows of T tokens of these documents can hold nothing to predict."""
+        self.ids, self.begins, lengths = tokenizer.encode_documents(documents)
+        self.lengths, self.eos = lengths + 1, tokenizer.eos
+        if T < 2:
+            raise DataError(f"--seq {T}: nothing to predict in such a row; at least 2")
+        if not lengths.any():
+            raise DataError(f"nothing to predict: all documents ({len(documents)}) are empty; at least one has to hold text")
+
+    def stretch(self, order: np.ndarray, ends: np.ndarray, document: int, offset: int, limit: int) -> _Pieces:
+        """At most `limit` tokens of the documents in this order, from a position on. ends: cumulative lengths, in order."""
+        begin = ends[document] - self.lengths[order[document]] + offset
+        end = min(begin + limit, ends[-1])
+        last = np.searchsorted(ends, end)
+        chosen = order[document: last + 1]
+        offsets = np.zeros(len(chosen), np.int64)
+        offsets[0] = offset
+        lengths = self.lengths[chosen] - offsets
+        lengths[-1] -= ends[last] - end
+        return _Pieces(chosen, offsets, lengths)
+
+    def rows(self, pieces: _Pieces, T: int, epoch: int = 0) -> StepBatch:
+        """Pieces that fill rows of T exactly."""
+        ends, padding = np.cumsum(pieces.length), pieces.document < 0
+        at = self.begins[pieces.document] + pieces.offset - (ends - pieces.length)
+        # the end of a document is not among the ids: what lies in its place is overwritten
+        tokens = self.ids.take(np.repeat(at, pieces.length) + np.arange(ends[-1]), mode="clip").astype(np.int32)
+        complete = ~padding & (pieces.offset + pieces.length == self.lengths[pieces.document])
+        tokens[ends[complete] - 1] = self.eos
+        if padding.any():
+            tokens[np.repeat(padding, pieces.length)] = self.eos
+        return lay_out(tokens, pieces.length, T, padding, epoch)
 
 
 class Batches:
-    """Steps of `rows` rows of T tokens, epoch after epoch."""
+    """Training rows without end: `next_rows` gives a step's, `state` and `load_state` the exact place.
 
-    def __init__(self, documents: list[Document], tokenizer: ByteTokenizer, T: int, rows: int, seed: int, pack: bool = True):
-        """pack: documents follow each other in a row; else each row holds a piece of one document and padding. DataError
-        if no token could predict another."""
-        self.documents, self.T, self.rows, self.seed, self.pack = documents, T, rows, seed, pack
-        self.eos = tokenizer.eos
-        self._tokens = [np.append(tokenizer.encode(d.text), np.int32(self.eos)) for d in documents]
-        self.fingerprint = fingerprint(documents)
-        if T < 2 or all(len(tokens) < 2 for tokens in self._tokens):
-            raise DataError(f"nothing to predict: rows of {T} tokens, the longest document has "
-                            f"{max(map(len, self._tokens), default=0)} with its end; at least 2 of each are needed")
-        self.epoch = self.index = self.offset = 0
-        self._order = self._shuffled()
+    fingerprint: what a run has to have in common with the one it goes on with.
+    """
 
-    def next_rows(self) -> Rows:
-        """The rows of the next step; its epoch is that of its first token."""
-        epoch = self.epoch
-        return _assemble([self._next_row() for _ in range(self.rows)], self.T, self.eos, epoch)
+    def __init__(self, documents: Source, tokenizer: ByteTokenizer, T: int, rows: int, seed: int, pack: bool = True):
+        """T tokens a row, rows a step. pack: False gives every document rows of its own, filled up with padding.
 
-    def state(self) -> dict:
-        """What `load_state` needs to go on with the next row."""
-        return {"seed": self.seed, "data": self.fingerprint, "pack": self.pack, "epoch": self.epoch, "document": self.index,
-                "offset": self.offset}
+        Raises DataError where nothing could ever be predicted.
+        """
+        if seed < 0:
+            raise DataError(f"--seed {seed}: at least 0")
+        self._tokens = _Tokens(documents, tokenizer, T)
+        self._T, self._rows, self._seed, self._pack = T, rows, seed, pack
+        self.fingerprint = {"documents": len(documents), "tokens": int(self._tokens.lengths.sum()),
+                            "sha256": documents.fingerprint, "tokenizer": tokenizer.fingerprint}
+        self._begin_epoch(0)
 
-    def load_state(self, state: dict) -> None:
-        """Goes on where `state` was taken. DataError, with the fields that differ, if that was another text or order."""
-        mine = self.state()
-        differ = [f"{name}: {state.get(name)} -> {mine[name]}" for name in ("seed", "data", "pack") if state.get(name) != mine[name]]
+    def next_rows(self) -> StepBatch:
+        """The next step's rows."""
+        pieces, epoch = (self._packed() if self._pack else self._padded())
+        return self._tokens.rows(pieces, self._T, epoch)
+
+    def state(self) -> dict[str, Any]:
+        """The position in front of the next row, to be written as JSON. document: in the epoch's order."""
+        return {"seed": self._seed, "epoch": self._epoch, "document": self._document, "offset": self._offset,
+                "fingerprint": self.fingerprint}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on at a position; DataError with the fields that differ if it is one of another order or other text."""
+        was, now = ({"seed": s["seed"]} | s["fingerprint"] for s in (state, self.state()))
+        differ = [f"{name}: {was.get(name)} -> {now.get(name)}" for name in was | now if was.get(name) != now.get(name)]
         if differ:
-            raise DataError(f"the data position belongs to another order of documents: {'; '.join(differ)}")
-        self.epoch, self.index, self.offset = state["epoch"], state["document"], state["offset"]
-        self._order = self._shuffled()
+            raise DataError(f"the position is of another run's data ({'; '.join(differ)}); go on with the same files, tokenizer "
+                            "and seed")
+        epoch, document, offset = (int(state[name]) for name in ("epoch", "document", "offset"))
+        self._begin_epoch(epoch)
+        if not (0 <= document < len(self._order) and 0 <= offset < self._tokens.lengths[self._order[document]]):
+            raise DataError(f"no such position in {len(self._order)} documents: document {document}, offset {offset}")
+        self._document, self._offset = document, offset
 
-    def _shuffled(self) -> np.ndarray:
-        return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.documents))
+    def _begin_epoch(self, epoch: int) -> None:
+        # raw bits, sorted: numpy promises these for ever, but not what Generator.permutation makes of them
+        bits = np.random.PCG64([self._seed + epoch]).random_raw(len(self._tokens.lengths))
+        self._order = np.argsort(bits, kind="stable")
+        self._ends = np.cumsum(self._tokens.lengths[self._order])
+        self._epoch, self._document, self._offset = epoch, 0, 0
 
-    def _next_row(self) -> list[tuple[np.ndarray, str]]:
-        """Pieces that fill a row: (tokens, name of the document)."""
-        pieces, room = [], self.T
-        while room:
-            which = self._order[self.index]
-            piece = self._tokens[which][self.offset:self.offset + room]
-            pieces.append((piece, self.documents[which].name))
-            room -= len(piece)
-            self.offset += len(piece)
-            if self.offset == len(self._tokens[which]):
-                self._next_document()
-            if not self.pack:
-                break
-        return pieces
+    def _advance(self, document: int, offset: int) -> None:
+        """Sets the position; offset may be one past the document's last token."""
+        if offset == self._tokens.lengths[self._order[document]]:
+            document, offset = document + 1, 0
+        if document == len(self._order):
+            self._begin_epoch(self._epoch + 1)
+        else:
+            self._document, self._offset = int(document), int(offset)
 
-    def _next_document(self) -> None:
-        self.index, self.offset = self.index + 1, 0
-        if self.index == len(self.documents):
-            self.epoch, self.index = self.epoch + 1, 0
-            self._order = self._shuffled()
+    def _packed(self) -> tuple[_Pieces, int]:
+        """Pieces of a step, and the epoch of the last one."""
+        parts, missing = [], self._rows * self._T
+        while missing:
+            epoch = self._epoch
+            part = self._tokens.stretch(self._order, self._ends, self._document, self._offset, missing)
+            self._advance(self._document + len(part.length) - 1, part.offset[-1] + part.length[-1])
+            missing -= int(part.length.sum())
+            parts.append(part)
+        return _Pieces.joined(parts).cut(self._T), epoch
 
-
-def evaluation_rows(documents: list[Document], tokenizer: ByteTokenizer, T: int, max_rows: int) -> Rows:
-    """The first `max_rows` rows of the documents, in order, packed; the rest of the last row is padding."""
-    rows, room = [[]], T
-    for document in documents:
-        tokens = np.append(tokenizer.encode(document.text), np.int32(tokenizer.eos))
-        while len(tokens):
-            if not room:
-                if len(rows) == max_rows:
-                    return _assemble(rows, T, tokenizer.eos, 0)
-                rows, room = [*rows, []], T
-            rows[-1].append((tokens[:room], document.name))
-            tokens, room = tokens[room:], room - len(tokens[:room])
-    return _assemble(rows, T, tokenizer.eos, 0)
-
-
-def one_document(tokens: list[int]) -> MicroBatch:
-    """A row of its own, nothing supervised: what sampling reads."""
-    row = _assemble([[(np.array(tokens, np.int32), "")]], len(tokens), eos=0, epoch=0)
-    return dataclasses.replace(row.micro_batch(0, 1), labels=np.full(len(tokens), MASKED, np.int32))
+    def _padded(self) -> tuple[_Pieces, int]:
+        """As `_packed`, one piece a row and padding behind it."""
+        T, parts = self._T, []
+        for _ in range(self._rows):
+            epoch, document, offset = self._epoch, self._order[self._document], self._offset
+            left = int(self._tokens.lengths[document]) - offset
+            # not T now and the end alone in a row of its own, in which nothing is supervised
+            length = T - 1 if left == T + 1 and T > 2 else min(left, T)
+            parts.append((document, offset, length))
+            if length < T:
+                parts.append((-1, 0, T - length))
+            self._advance(self._document, offset + length)
+        return _Pieces(*np.array(parts, np.int64).T), epoch
 
 
-def _assemble(rows: list[list[tuple[np.ndarray, str]]], T: int, eos: int, epoch: int) -> Rows:
-    """Rows of pieces as arrays; what a row leaves free is padding, a document of its own without labels."""
-    made = Rows(*(np.empty((len(rows), T), np.int32) for _ in range(5)), epoch,
-                tuple(dict.fromkeys(name for row in rows for _, name in row)))
-    for r, pieces in enumerate(rows):
-        lengths = [len(tokens) for tokens, _ in pieces]
-        used = sum(lengths)
-        made.tokens[r, :used] = np.concatenate([tokens for tokens, _ in pieces])
-        made.tokens[r, used:] = eos
-        if used < T:
-            lengths.append(T - used)
-        ends = np.cumsum(lengths)
-        made.doc_end[r] = np.repeat(ends, lengths)
-        made.doc_start[r] = np.repeat(ends - lengths, lengths)
-        made.positions[r] = np.arange(T) - made.doc_start[r]
-        made.labels[r, :-1] = made.tokens[r, 1:]
-        # a piece's last token: the document's end, or the row's
-        made.labels[r, ends - 1] = MASKED
-        made.labels[r, used:] = MASKED
-    return made
+def evaluation_rows(documents: Source, tokenizer: ByteTokenizer, T: int, max_rows: int) -> StepBatch:
+    """At most max_rows rows, the same in every run: the documents packed in their order, rows taken at even distances.
+
+    The end of the last row may be padding, a document of its own. Raises DataError if no token of them is supervised.
+    """
+    tokens = _Tokens(documents, tokenizer, T)
+    ends, order = np.cumsum(tokens.lengths), np.arange(len(documents))
+    total = int(ends[-1])
+    num_rows = -(-total // T)
+    parts = []
+    for row in np.linspace(0, num_rows - 1, min(max_rows, num_rows)).astype(np.int64):
+        document = np.searchsorted(ends, row * T, side="right")
+        parts.append(tokens.stretch(order, ends, document, row * T - (ends[document] - tokens.lengths[document]), T))
+    missing = -sum(int(part.length.sum()) for part in parts) % T
+    if missing:
+        parts.append(_Pieces(*np.array([[-1], [0], [missing]])))
+    rows = tokens.rows(_Pieces.joined(parts).cut(T), T)
+    if rows.supervised == 0:
+        raise DataError(f"{documents.names[0]}: held out for validation, with nothing to predict; it needs at least 2 tokens")
+    return rows

@@ -60,7 +60,7 @@ _QWEN2 = dict(rope_theta=1_000_000.0, qkv_bias=True)
 
 # figures of the published config.json files; `120b` is the largest of MegaTrain's evaluation, arXiv 2604.05091
 PRESETS: dict[str, ModelConfig] = {c.name: c for c in (
-    _preset("tiny", 4, 128, 4, 2, 384, 257, 4096, head_dim=32, tied=True),
+    _preset("tiny", 4, 128, 2, 1, 384, 257, 4096, head_dim=64, tied=True),
     _preset("smollm2-135m", 30, 576, 9, 3, 1536, 49152, 8192, head_dim=64, rope_theta=100_000.0, tied=True),
     _preset("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064, 131072, norm_eps=1e-6, **_QWEN2),
     _preset("llama3-8b", 32, 4096, 32, 8, 14336, 128256, 8192, **_LLAMA3),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from model.layout import Weights
 
 # query rows that attend together: bounds the score matrix at [H, rows, keys]
-_QUERY_ROWS = 256
+_QUERY_ROWS = 128
 
 
 def operand(w: Weights, name: str) -> torch.Tensor | None:
@@ -63,9 +63,13 @@ def linear_dgrad_swiglu(dy, w, gate_up, *, d_gate_up, act):
     d_act = _wide(dy @ w)
     gate, up = _wide(gate_up).chunk(2, -1)
     s = torch.sigmoid(gate)
-    act.copy_(gate * s * up)
-    d_gate, d_up = d_act * up * s * (1 + gate * (1 - s)), d_act * gate * s
-    d_gate_up.copy_(torch.cat([d_gate, d_up], -1))
+    silu = gate * s
+    d_up = d_act * silu
+    d_gate = d_act.mul_(up).mul_(s.mul_(1 - silu).add_(silu))
+    torch.mul(silu, up, out=act) if act.dtype == silu.dtype else act.copy_(silu * up)
+    target = d_gate_up.chunk(2, -1)
+    target[0].copy_(d_gate)
+    target[1].copy_(d_up)
 
 
 def swiglu(gate_up, *, out):
@@ -140,39 +144,56 @@ def rope_backward(dqkv, qkv, cos, sin, positions, H, K, Dh, *, q_norm_addr=None,
 
 # attention
 
-def _query_chunks(doc_start, doc_end):
-    """(first query, one past the last, first key) of pieces of at most _QUERY_ROWS rows, none across a document's end
-    unless documents are short. Keys end where the queries do."""
-    N, begin = doc_start.shape[0], 0
-    starts = doc_start.tolist()
-    ends = doc_end.tolist()
-    while begin < N:
-        end = min(begin + _QUERY_ROWS, N)
+def _pieces(doc_start, doc_end):
+    """(first query, one past the last, first key, one document): pieces of at most _QUERY_ROWS queries. Keys end where
+    the queries do, and begin where the first query's document does."""
+    starts, ends = doc_start.tolist(), doc_end.tolist()
+    a = 0
+    while a < len(starts):
+        b = min(a + _QUERY_ROWS, len(starts))
         # a piece that ends with a document has no keys of another one
-        if ends[begin] <= end and ends[end - 1] > end:
-            end = starts[end - 1]
-        yield begin, end, starts[begin]
-        begin = end
+        if ends[a] <= b and ends[b - 1] > b:
+            b = starts[b - 1]
+        yield a, b, starts[a], ends[a] >= b
+        a = b
 
 
-def _scores(q, k, start, rows, first_key, scale):
-    """Masked scores [K, G, queries, keys] in fp32; G query heads share a kv head."""
-    s = torch.einsum("qkgd,tkd->kgqt", q, k) * scale
-    keys = torch.arange(first_key, first_key + k.shape[0], device=q.device)
-    seen = (keys[None] <= rows[:, None]) & (keys[None] >= start[:, None])
-    return s.masked_fill_(~seen, float("-inf"))
+def _by_head(x, K):
+    """[rows, heads, Dh] as [K, heads / K * rows, Dh]: query heads that share a kv head, one after the other."""
+    rows, heads, Dh = x.shape
+    return x.reshape(rows, K, heads // K, Dh).permute(1, 2, 0, 3).reshape(K, -1, Dh)
+
+
+def _by_row(x, rows):
+    """The inverse of _by_head: [rows, heads, Dh]."""
+    K, _, Dh = x.shape
+    return x.view(K, -1, rows, Dh).permute(2, 0, 1, 3).reshape(rows, -1, Dh)
+
+
+def _scores(q, k, piece, doc_start, scale):
+    """scale q k^T [K, G * queries, keys], -inf where a query does not see a key."""
+    a, b, first, one_document = piece
+    s = torch.bmm(q * scale, k.permute(1, 2, 0))
+    seen = s.view(len(s), -1, b - a, b - first)
+    rows = torch.arange(a, b, device=q.device)[:, None]
+    # within one document only the last keys, the queries' own, can be in a query's future
+    begin = a if one_document else first
+    keys = torch.arange(begin, b, device=q.device)
+    hidden = keys > rows if one_document else (keys > rows) | (keys < doc_start[a:b, None])
+    seen[..., begin - first:].masked_fill_(hidden, float("-inf"))
+    return s
 
 
 def attention(qkv, doc_start, doc_end, H, K, Dh, scale, *, out, lse):
     """Causal attention within documents; lse [H, N] fp32 is the natural log of the sum of exponentials."""
     q, k, v = _heads(_wide(qkv), H, K, Dh)
-    for a, b, first in _query_chunks(doc_start, doc_end):
-        rows = torch.arange(a, b, device=qkv.device)
-        s = _scores(q[a:b].unflatten(1, (K, -1)), k[first:b], doc_start[a:b], rows, first, scale)
-        lse_now = torch.logsumexp(s, -1)
-        p = s.sub_(lse_now[..., None]).exp_()
-        out[a:b] = torch.einsum("kgqt,tkd->qkgd", p, v[first:b]).reshape(b - a, H * Dh)
-        lse[:, a:b] = lse_now.flatten(0, 1)
+    for piece in _pieces(doc_start, doc_end):
+        a, b, first, _ = piece
+        s = _scores(_by_head(q[a:b], K), k[first:b], piece, doc_start, scale)
+        top = s.amax(-1, keepdim=True)
+        total = s.sub_(top).exp_().sum(-1, keepdim=True)
+        out[a:b] = _by_row(torch.bmm(s, v[first:b].transpose(0, 1)).div_(total), b - a).reshape(b - a, -1)
+        lse[:, a:b] = total.log_().add_(top).view(H, b - a)
 
 
 def attention_backward(qkv, out, lse, dout, doc_start, doc_end, H, K, Dh, scale, *, delta, dqkv):
@@ -183,16 +204,14 @@ def attention_backward(qkv, out, lse, dout, doc_start, doc_end, H, K, Dh, scale,
     delta.copy_((dout * out.view(N, H, Dh)).sum(-1).T)
     grads = torch.zeros_like(_wide(qkv))
     dq, dk, dv = _heads(grads, H, K, Dh)
-    for a, b, first in _query_chunks(doc_start, doc_end):
-        rows = torch.arange(a, b, device=qkv.device)
-        q_now, do = q[a:b].unflatten(1, (K, -1)), dout[a:b].unflatten(1, (K, -1))
-        s = _scores(q_now, k[first:b], doc_start[a:b], rows, first, scale)
-        p = s.sub_(lse[:, a:b].unflatten(0, (K, -1))[..., None]).exp_()
-        dv[first:b] += torch.einsum("kgqt,qkgd->tkd", p, do)
-        ds = torch.einsum("qkgd,tkd->kgqt", do, v[first:b])
-        ds.sub_(delta[:, a:b].unflatten(0, (K, -1))[..., None]).mul_(p).mul_(scale)
-        dq[a:b] = torch.einsum("kgqt,tkd->qkgd", ds, k[first:b]).reshape(b - a, H, Dh)
-        dk[first:b] += torch.einsum("kgqt,qkgd->tkd", ds, q_now)
+    for piece in _pieces(doc_start, doc_end):
+        a, b, first, _ = piece
+        q_now, do = _by_head(q[a:b], K), _by_head(dout[a:b], K)
+        p = _scores(q_now, k[first:b], piece, doc_start, scale).sub_(lse[:, a:b].reshape(K, -1, 1)).exp_()
+        dv[first:b] += torch.bmm(p.transpose(1, 2), do).transpose(0, 1)
+        ds = torch.bmm(do, v[first:b].permute(1, 2, 0)).sub_(delta[:, a:b].reshape(K, -1, 1)).mul_(p).mul_(scale)
+        dq[a:b] = _by_row(torch.bmm(ds, k[first:b].transpose(0, 1)), b - a)
+        dk[first:b] += torch.bmm(ds.transpose(1, 2), q_now).transpose(0, 1)
     dqkv.copy_(grads)
 
 

@@ -63,12 +63,6 @@ class Buffers:
         c, f32, f64 = s.config, torch.float32, torch.float64
         block, embedding, head = block_layout(c), embedding_layout(c), head_layout(c)
         largest = max(layout.numel for layout in (block, embedding, head))
-        shapes = activation_shapes(c, s.N)
-
-        def save(keep: frozenset[str]) -> dict[str, torch.Tensor]:
-            names = [name for part in SAVED if part in keep for name in SAVED[part]]
-            return {name: take("activations", shapes[name], f32 if name == "lse" else s.dtype) for name in names}
-
         return cls(
             layer_slots=[take("slots", (block.numel,)) for _ in range(s.slots)],
             embedding_slot=take("slots", (embedding.numel,)), head_slot=take("slots", (head.numel,)),
@@ -76,12 +70,19 @@ class Buffers:
             tied_grads=take("gradients", (embedding.numel,), f32) if c.tied else None,
             stages=[take("gradients", (largest,), s.grad_dtype) for _ in range(2)],
             boundaries=[[take("boundaries", (s.N, c.hidden)) for _ in range(s.micro_batches)] for _ in range(c.layers + 1)],
-            saved=[[save(keep) for _ in range(s.micro_batches)] for keep in s.keep],
+            saved=[[take_saved(s, keep, take) for _ in range(s.micro_batches)] for keep in s.keep],
             dx=[take("boundaries", (s.N, c.hidden)) for _ in range(s.micro_batches)],
             batch_memory=take("batch", (s.micro_batches, len(BATCH_ARRAYS), s.N), torch.int32),
             verdicts=take("batch", (c.layers + 2, 3), f64), losses=take("batch", (s.micro_batches,), f64),
             workspace=Workspace.take(c, s.N, s.T, s.partials, _to("workspace", take)),
             head=HeadSpace.take(c, s.N, s.head_chunk, _to("head", take)))
+
+
+def take_saved(s: Shape, keep: frozenset[str], take: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What one layer saves of one micro-batch."""
+    shapes = activation_shapes(s.config, s.N)
+    names = [name for part in SAVED if part in keep for name in SAVED[part]]
+    return {name: take("activations", shapes[name], torch.float32 if name == "lse" else s.dtype) for name in names}
 
 
 def _to(purpose: str, take: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -4,7 +4,6 @@ What is free to choose here: the micro-batch, and what each layer keeps for back
 full. A machine without a GPU has one memory for both tables.
 """
 import dataclasses
-import math
 import types
 
 import torch
@@ -14,8 +13,8 @@ from model.errors import UserError
 from model.flops import KEEPS, keep_bytes, recompute_flops
 from model.layout import num_params
 from runtime.arena import Arena
-from runtime.buffers import BATCH_ARRAYS, Buffers, Shape
-from runtime.host import round_to_pages
+from runtime.buffers import BATCH_ARRAYS, Buffers, Shape, take_saved
+from runtime.host import PAGE_BYTES, round_to_pages
 from runtime.machine import Machine, format_bytes
 from runtime.state import unit_layouts
 
@@ -129,14 +128,15 @@ def refuse_unless_fits(plan: Plan, ops: types.ModuleType) -> None:
 
 
 def host_table(s: Shape, clip: str, num_slabs: int) -> dict[str, int]:
-    """Bytes of pinned host memory by purpose, rounded to pages as they will be, and the reserve."""
+    """Bytes of pinned host memory by purpose, rounded to pages as they will be, and the reserve. A slab has a page for its
+    verdict, the batch what the verdicts of all units take."""
     layouts = unit_layouts(s.config)
     numels = [layout.numel for layout in layouts]
     item = s.dtype.itemsize
     table = {"masters": sum(round_to_pages(n * item) + (round_to_pages(n * 2) if item == 2 else 0) for n in numels),
              "moments": 2 * sum(round_to_pages(n * 4) for n in numels),
-             "slabs": sum(round_to_pages(n * s.grad_dtype.itemsize) for n in slab_numels(s, clip, num_slabs)),
-             "batch": round_to_pages(s.micro_batches * len(BATCH_ARRAYS) * s.N * 4)}
+             "slabs": sum(round_to_pages(n * s.grad_dtype.itemsize) + PAGE_BYTES for n in slab_numels(s, clip, num_slabs)),
+             "batch": round_to_pages(s.micro_batches * len(BATCH_ARRAYS) * s.N * 4) + round_to_pages(len(numels) * 3 * 8)}
     return table | {"reserve": HOST_RESERVE_BYTES}
 
 
@@ -161,14 +161,16 @@ def _micro_rows(request: Request) -> int:
 
 def _choose_keep(s: Shape, free_bytes: int) -> tuple[frozenset[str], ...]:
     """Gives each layer what saves the most FLOPs a byte, layer after layer, while there is room."""
-    c, item, tokens = s.config, s.dtype.itemsize, s.N * s.micro_batches
+    c, item = s.config, s.dtype.itemsize
     everything = recompute_flops(c, (), s.T)
 
     def worth(name: str) -> float:
         return (everything - recompute_flops(c, (name,), s.T)) / keep_bytes(c, (name,), item)
     keep = [set() for _ in range(c.layers)]
     for name in sorted(KEEPS, key=worth, reverse=True):
-        size = math.ceil(keep_bytes(c, (name,), item) * tokens * 1.001)
+        arena = Arena("meta", 0, s.dtype)
+        take_saved(s, frozenset({name}), arena.take)
+        size = arena.used_bytes * s.micro_batches
         for layer in range(c.layers):
             if size <= free_bytes:
                 keep[layer].add(name)

@@ -230,13 +230,14 @@ class Wandb:
 
     def _ended(self, trouble: str | None) -> None:
         """Lets go of the process. trouble: what to say, if it said nothing itself."""
+        if self._process.returncode is None:
+            self._process.kill()
+            self._wait(1.0)
         process, self._process = self._process, None
         self._waiting.clear()
         process.stdin.close()
         said = (process.stdout.read() or b"").decode(errors="replace").strip()
         process.stdout.close()
-        if process.returncode is None:
-            process.kill()
         if trouble:
             self._trouble(said or trouble)
 

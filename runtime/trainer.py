@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from model import reference
 from model.block import rope_tables
 from runtime.arena import Arena
 from runtime.buffers import BATCH_ARRAYS, Buffers
@@ -20,10 +21,9 @@ def choose_ops(device: str, precision: str) -> types.ModuleType:
     """Our kernels for bf16 on a GPU; plain torch on a CPU, and for fp32, where it is the oracle."""
     if device == "cuda" and precision == "bf16":
         # Triton is there on Linux alone; who trains on a CPU does not need it
-        import model.fused
-        return model.fused
-    import model.reference
-    return model.reference
+        from model import fused
+        return fused
+    return reference
 
 
 class Trainer:
@@ -33,14 +33,14 @@ class Trainer:
                  progress: Callable[[int], None] = lambda done: None):
         """threads: of the update. progress: gets the bytes of host memory taken so far."""
         self.plan, self.ops, self.streams = plan, ops, streams
-        self.memory = HostMemory(pinner, progress=progress)
+        self.memory, self.optimizer = HostMemory(pinner, progress=progress), None
         try:
             self.state = HostState(plan.request.config, plan.shape.dtype, self.memory)
             self._slabs = self._make_slabs()
             self.optimizer = HostOptimizer(self.state, adamw, threads, plan.shape.grad_dtype)
             self.lay_out(plan)
         except BaseException:
-            self.memory.close()
+            self.close()
             raise
 
     def lay_out(self, plan: Plan) -> None:
@@ -91,5 +91,6 @@ class Trainer:
 
     def close(self) -> None:
         """Ends the update thread and gives pinned memory back; what was not saved is gone."""
-        self.optimizer.close()
+        if self.optimizer is not None:
+            self.optimizer.close()
         self.memory.close()

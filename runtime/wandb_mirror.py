@@ -67,7 +67,8 @@ def main() -> None:
             run.log({key: value for key, value in row.items() if isinstance(value, (int, float, str))})
         doing = "finish"
         run.finish(exit_code=exit_code)
-    except Exception as error:
+    # SystemExit too: whoever leaves from inside W&B would be taken for one who finished
+    except BaseException as error:
         why = "it is not installed" if isinstance(error, ModuleNotFoundError) and error.name == "wandb" else \
             f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
         os.write(report, f"could not {doing}: {why}\n".encode())

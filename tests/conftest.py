@@ -1,8 +1,11 @@
 """Markers and devices: `gpu` tests are skipped, visibly, where there is none; kernels run in the interpreter there."""
 import os
 
-import pytest
-import torch
+# as train.py sets it, before torch is imported: threads that spin for each other take ten times as long on a busy machine
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 GPU = torch.cuda.is_available()
 if not GPU:

@@ -90,7 +90,8 @@ def check(empty, device, dtype, lengths, H, K, Dh):
 
 @pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
 @pytest.mark.parametrize(("lengths", "H", "K", "Dh"), [
-    ([1], 1, 1, 16), ([5], 5, 1, 16), ([33], 2, 1, 32), ([65], 2, 2, 16), ([1, 4, 1, 1, 3], 4, 2, 16),
+    # few rows have many heads: the peer's largest error over a handful of numbers is luck
+    ([1], 20, 4, 16), ([5], 20, 4, 16), ([33], 4, 2, 32), ([65], 2, 2, 16), ([1, 4, 1, 1, 3], 8, 4, 16),
     ([32, 32, 1], 2, 1, 16), ([40, 24, 3], 2, 1, 32), ([48] + [1] * 17, 2, 1, 16), ([5, 60, 2], 1, 1, 64)], ids=str)
 def test_outputs_and_gradients_are_as_exact_as_torch(lengths, H, K, Dh, dtype, device, empty):
     check(empty, device, dtype, lengths, H, K, Dh)

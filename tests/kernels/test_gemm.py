@@ -121,7 +121,9 @@ def test_an_odd_vocabulary_fits_padded_rows(dtype, normal, empty):
     linear_dgrad(dy, w.data_ptr(), out=dx)
     judge(dx, exact=dy.double() @ w.double(), peer=dy @ w)
     linear_wgrad(dy, padded(x), dw.data_ptr(), accumulate=False)
-    judge(dw, exact=dy.double().T @ x.double(), peer=fp32_product(dy.T, x))
+    # torch takes rows of 257 elements to other units than the tensor cores, whose sums are coarser
+    peer = fp32_product(F.pad(dy, (0, 7)).T.contiguous(), x)[:V]
+    judge(dw, exact=dy.double().T @ x.double(), peer=peer)
 
 
 def test_three_programs_share_many_tiles(monkeypatch, normal, empty):

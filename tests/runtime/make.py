@@ -40,12 +40,12 @@ def adamw(**changes):
 
 
 class NaNArena(Arena):
-    """Device memory is full of NaN at first, so that what is read before it was written shows."""
+    """Device memory is full of NaN at first, so that what is read before it was written shows. num_bytes: its size."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        if not self.counting:
-            fill_nan(self._memory)
+    def __init__(self, device, num_bytes, dtype):
+        super().__init__(device, num_bytes, dtype)
+        self.num_bytes = num_bytes
+        fill_nan(self._memory)
 
 
 @contextlib.contextmanager
@@ -58,8 +58,14 @@ def trainer(c, *, T=24, rows=2, micro_rows=1, precision="fp32", grads="bf16", sl
     if keep is not None:
         shape = dataclasses.replace(plan.shape, keep=(frozenset(keep),) * c.layers)
         plan = dataclasses.replace(plan, shape=shape, device=device_table(shape, "cpu"))
-    with mock.patch.multiple("runtime.trainer", Arena=NaNArena, HostOptimizer=optimizer):
+    arenas = []
+
+    def arena(*args):
+        arenas.append(NaNArena(*args))
+        return arenas[-1]
+    with mock.patch.multiple("runtime.trainer", Arena=arena, HostOptimizer=optimizer):
         made = Trainer(plan, settings, ops, streams or cpu_streams(), NoPinner(), threads)
+    made.arena, = arenas
     try:
         made.state.initialize(seed)
         yield made

@@ -87,13 +87,13 @@ def test_OPT11_a_norm_of_zero_is_a_step():
         assert all(t.isfinite().all() for u in made.state.units for t in (*u.masters, u.m, u.v))
 
 
-@pytest.mark.parametrize("grads", ["bf16", "fp32"])
-def test_NUM2_a_huge_but_finite_norm(grads):
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_NUM2_a_huge_but_finite_norm(precision):
     """Four gradients of 1e20 have norm 2e20, and train: squared in fp32 they would be inf."""
     def give(step, unit, grads):
         if unit == 1:
             grads.view("down").view(-1)[:4] = 1e20
-    with trainer(TINY, grads=grads, beta1=0.0, ops=given_gradients(TINY, give)) as made:
+    with trainer(TINY, precision=precision, beta1=0.0, ops=given_gradients(TINY, give)) as made:
         result, = train(made, batches(TINY, 1))
         assert result.grad_norm == pytest.approx(2e20, rel=1e-6) and not result.skipped
         m = made.state.layouts[1].bind(made.state.units[1].m).view("down").view(-1)[:4]

@@ -276,7 +276,7 @@ def test_a_run_that_is_cut_short_is_called_failed(tmp_path, fake):
 TROUBLE = {
     "init raises": ({"init": "raise RuntimeError('logged out:\\nno key')"}, "could not start: RuntimeError: logged out: no key"),
     "init exits": ({"init": "os._exit(3)"}, "its process ended with 3"),
-    "init exits with 0": ({"init": "sys.exit(0)"}, "its process ended with 0"),
+    "init exits with 0": ({"init": "sys.exit(0)"}, "could not start: SystemExit: 0"),
     "log raises at step 3": ({"log": "if row['train/step'] == 3: raise OSError('no')"}, "could not take step 3: OSError: no"),
     "killed at step 3": ({"log": "if row['train/step'] == 3: os.kill(os.getpid(), 9)"}, "its process ended with -9"),
     "finish raises": ({"finish": "raise OSError('broken')"}, "could not finish: OSError: broken"),
