@@ -49,8 +49,8 @@ class Run:
     """One run: what was asked for, the plan, and the loop."""
 
     def __init__(self, given: argparse.Namespace):
-        from data.batches import Batches, evaluation_rows
-        from data.sources import open_source, split
+        from data.batches import Batches, evaluation_rows, split
+        from data.sources import open_source
         from data.tokenizer import ByteTokenizer
         from model.config import preset
         from runtime import checkpoint, machine, plan
@@ -146,7 +146,8 @@ class Run:
         if batch.supervised == 0:
             # no loss, so no update and no place in any mean
             self.empty_steps += 1
-            self._say(f"step {self.step + 1}: no token of its {o.batch} rows is supervised ({', '.join(batch.names[:3])}, ...); left out")
+            self._say(f"step {self.step + 1}: no token of its {o.batch} rows is supervised; left out (epoch {{epoch}}, document {{document}}, "
+                      "offset {offset})".format(**self.position))
             row |= {"train/loss": None, "train/skipped": True}
             self._draw()
         else:

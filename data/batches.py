@@ -235,7 +235,7 @@ class Batches:
 
     def _begin_epoch(self, epoch: int) -> None:
         # raw bits, sorted: numpy promises these for ever, but not what Generator.permutation makes of them
-        bits = np.random.PCG64([self._seed + epoch]).random_raw(len(self._tokens.lengths))
+        bits = np.random.PCG64([self._seed, epoch]).random_raw(len(self._tokens.lengths))
         self._order = np.argsort(bits, kind="stable")
         self._ends = np.cumsum(self._tokens.lengths[self._order])
         self._epoch, self._document, self._offset = epoch, 0, 0

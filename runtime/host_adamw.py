@@ -13,20 +13,26 @@ Nothing is fused or reordered and no element depends on another, so the bits do 
 is cut, and kernels/adamw.py gives the same ones. 26 bytes a parameter move (split master, bf16 gradient); everything
 else hides behind them.
 
-numpy knows no bf16: such arrays are int16, their bits. Nothing here takes the GIL or allocates more than 8 KiB a thread.
+numpy knows no bf16: such arrays are int16, their bits. The loops run without the GIL and allocate 8 KiB; threads are the
+caller's (runtime/optimizer.py): numba's own wait for the slowest of them at the end of each range.
 Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, with decay scaled by the learning rate.
 """
-import functools
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numba
 import numpy as np
-from numba import njit, prange
+from numba import njit
 from numba.extending import overload
+
+from runtime.machine import cpu_cores
 
 # parameters that the innermost loops see at once: their fp32 copies stay in L1, and LLVM vectorizes each loop
 BLOCK = 1024
+# elements that one thread joins or splits at a time
+PART = 1 << 20
 
 # division by zero gives inf, as in numpy; the default raises and stops vectorization
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
@@ -68,13 +74,13 @@ def _load_gradient(g, s, e, bits):
 
 # an int32 loop: any constant not cast to int32 makes it int64, half as fast
 
-@njit(**_OPTIONS)
+@njit(cache=True, **_OPTIONS)
 def _join(hi, lo, bits):
     for i in range(hi.size):
         bits[i] = np.int32((np.int32(hi[i]) << np.int32(16)) + np.int32(lo[i]))
 
 
-@njit(**_OPTIONS)
+@njit(cache=True, **_OPTIONS)
 def _split(bits, hi, lo):
     for i in range(hi.size):
         z = bits[i]
@@ -127,67 +133,26 @@ def _adamw(w, x, m, v, factor, step):
         w[i] = decay * w[i] - rate * (mi / (np.sqrt(vi) * rbc2 + eps))
 
 
-@njit(parallel=True, cache=True, **_OPTIONS)
-def _update(master, m, v, g, factor, step, begin, end, threads):
-    # one contiguous range a thread, of whole blocks
-    per_thread = ((end - begin + BLOCK - 1) // BLOCK + threads - 1) // threads * BLOCK
-    for thread in prange(threads):
-        w_bits, x_bits = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.int32)
-        w, x = w_bits.view(np.float32), x_bits.view(np.float32)
-        first = begin + thread * per_thread
-        last = min(end, first + per_thread)
-        for s in range(first, last, BLOCK):
-            e = min(s + BLOCK, last)
-            _load_master(master, s, e, w_bits)
-            _load_gradient(g, s, e, x_bits)
-            _adamw(w, x, m[s:e], v[s:e], factor, step)
-            _store_master(w_bits, master, s, e)
-
-
-@njit(parallel=True, cache=True, **_OPTIONS)
-def _join_all(hi, lo, bits):
-    for b in prange((bits.size + BLOCK - 1) // BLOCK):
-        s, e = b * BLOCK, min((b + 1) * BLOCK, bits.size)
-        _join(hi[s:e], lo[s:e], bits[s:e])
-
-
-@njit(parallel=True, cache=True, **_OPTIONS)
-def _split_all(bits, hi, lo):
-    for b in prange((bits.size + BLOCK - 1) // BLOCK):
-        s, e = b * BLOCK, min((b + 1) * BLOCK, bits.size)
-        _split(bits[s:e], hi[s:e], lo[s:e])
-
-
-@functools.cache
-def require_safe_threads() -> None:
-    """Starts numba's threads; ValueError unless their layer may be entered from several Python threads (omp, tbb)."""
-    if numba.config.THREADING_LAYER == "default":
-        numba.config.THREADING_LAYER = "threadsafe"
-    try:
-        numba.get_num_threads()
-        layer = numba.threading_layer()
-    except ValueError as error:
-        raise ValueError("numba finds neither omp nor tbb, its thread-safe threading layers: install libgomp") from error
-    if layer == "workqueue":
-        raise ValueError("numba's threading layer is workqueue, which is not thread-safe: set NUMBA_THREADING_LAYER=omp")
-
-
-def set_threads(n: int) -> None:
-    """Threads of the updates that the calling thread makes from now on; ValueError if n is below 1 or above the cores."""
-    require_safe_threads()
-    if not 1 <= n <= numba.config.NUMBA_NUM_THREADS:
-        raise ValueError(f"threads: {n}; wanted 1 to {numba.config.NUMBA_NUM_THREADS} (NUMBA_NUM_THREADS)")
-    numba.set_num_threads(n)
+@njit(cache=True, **_OPTIONS)
+def _update(master, m, v, g, factor, step, begin, end):
+    w_bits, x_bits = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.int32)
+    w, x = w_bits.view(np.float32), x_bits.view(np.float32)
+    for s in range(begin, end, BLOCK):
+        e = min(s + BLOCK, end)
+        _load_master(master, s, e, w_bits)
+        _load_gradient(g, s, e, x_bits)
+        _adamw(w, x, m[s:e], v[s:e], factor, step)
+        _store_master(w_bits, master, s, e)
 
 
 def update(master: tuple[np.ndarray, ...], m: np.ndarray, v: np.ndarray, g: np.ndarray, factor: np.float32,
            step: AdamWStep, begin: int, end: int) -> None:
     """AdamW in place on elements begin..end of flat, contiguous arrays of one length; g may be longer.
 
+    On the calling thread, without the GIL: whoever has more cores calls it from more threads, on other ranges.
     master: (hi, lo) int16, or (w,) fp32. m, v: fp32. g: bf16 bits (int16) or fp32. Raises ValueError for another dtype,
     a stride, or a range outside.
     """
-    require_safe_threads()
     n = m.size
     kinds = [("hi", "int16"), ("lo", "int16")] if len(master) == 2 else [("w", "float32")]
     for (name, dtype), array in zip([*kinds, ("m", "float32"), ("v", "float32")], [*master, m, v], strict=True):
@@ -197,8 +162,7 @@ def update(master: tuple[np.ndarray, ...], m: np.ndarray, v: np.ndarray, g: np.n
         raise ValueError(f"g: {g.dtype} {g.shape}, strides {g.strides}; wanted int16 (bf16 bits) or float32, flat, contiguous")
     if not 0 <= begin <= end <= min(n, g.size):
         raise ValueError(f"begin, end: {begin}, {end}; master has {n} elements, the gradient {g.size}")
-    # asked for out here: a function that asks for it inside cannot be cached
-    _update(master, m, v, g, np.float32(factor), step, begin, end, numba.get_num_threads())
+    _update(master, m, v, g, np.float32(factor), step, begin, end)
 
 
 def warm_up(split_master: bool, bf16_gradient: bool) -> None:
@@ -211,16 +175,23 @@ def warm_up(split_master: bool, bf16_gradient: bool) -> None:
 
 def join(hi: np.ndarray, lo: np.ndarray, out: np.ndarray) -> None:
     """out [n] fp32 = the masters of hi, lo [n] int16. All flat and contiguous."""
-    require_safe_threads()
     _check_halves(hi, lo, out)
-    _join_all(hi, lo, out.view(np.int32))
+    bits = out.view(np.int32)
+    _on_all_cores(lambda part: _join(hi[part], lo[part], bits[part]), hi.size)
 
 
 def split(values: np.ndarray, hi: np.ndarray, lo: np.ndarray) -> None:
     """hi, lo [n] int16 = the halves of values [n] fp32. All flat and contiguous."""
-    require_safe_threads()
     _check_halves(hi, lo, values)
-    _split_all(values.view(np.int32), hi, lo)
+    bits = values.view(np.int32)
+    _on_all_cores(lambda part: _split(bits[part], hi[part], lo[part]), hi.size)
+
+
+def _on_all_cores(fn: Callable[[slice], None], n: int) -> None:
+    """fn for slices of 0..n, on threads; it has to let go of the GIL."""
+    with ThreadPoolExecutor(cpu_cores()) as pool:
+        # list: raises what one of them raised
+        list(pool.map(fn, (slice(begin, begin + PART) for begin in range(0, n, PART))))
 
 
 def _check_halves(hi: np.ndarray, lo: np.ndarray, whole: np.ndarray) -> None:

@@ -1,8 +1,8 @@
-"""AdamW on the host, layer by layer, in a thread of its own beside the launcher.
+"""AdamW on the host, layer by layer, on threads of its own beside the launcher.
 
 With exact clipping the launcher reads the norm once, then hands over every unit in the order of the forward pass, and
 goes on: the next forward waits, unit by unit, for `wait_updated`. With `layer` or `none` a unit is handed over as soon
-as its gradient is on its way, and this thread waits for the copy and reads the unit's own norm.
+as its gradient is on its way, and one of these threads waits for the copy and reads the unit's own norm.
 
 Decay applies to matrices, not to norms and biases (the head of a flat buffer, up to layout.decay_from).
 Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, with decay scaled by the learning rate.
@@ -12,16 +12,17 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from runtime.host_adamw import AdamWStep, adamw_step, set_threads, update, warm_up
+from runtime.host_adamw import AdamWStep, adamw_step, update, warm_up
 from runtime.slabs import Slab
 from runtime.state import HostState
 
-# elements updated between two looks at the stop flag: some 20 ms
-RANGE = 1 << 26
+# elements of a range: some 4 ms of one core
+RANGE = 1 << 20
 # Pascanu et al., arXiv 1211.5063, as torch.nn.utils.clip_grad_norm_ guards it
 _NORM_EPS = 1e-6
 
@@ -74,22 +75,30 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 @dataclasses.dataclass
 class _Job:
+    """A unit's update. factor: None: read the unit's own verdict, and the loss's, once they are here. applied: updates the
+    model has had. left: ranges that are not through; began: when the first one was begun."""
     unit: int
     slab: Slab
-    # None: read the unit's own verdict, and the loss's, once they are here
     factor: float | None
     applied: int
+    left: int = 0
+    began: float = 0.0
 
 
 class HostOptimizer:
-    """Owns the updating thread. The launcher calls submit, wait_updated and settle; nobody else touches the state."""
+    """Owns the updating threads. The launcher calls submit, wait_updated and settle; nobody else touches the state.
+
+    One thread waits for gradients, in order, and cuts units into ranges; the others take ranges, whatever unit they are
+    of, so that none waits for the slowest at a unit's end.
+    """
 
     def __init__(self, state: HostState, adamw: AdamW, threads: int, grad_dtype: torch.dtype):
-        """threads: of the update. grad_dtype: of the gradients in the slabs."""
-        self._bf16_gradients = grad_dtype == torch.bfloat16
+        """threads: that update. grad_dtype: of the gradients in the slabs."""
         self.state, self.adamw = state, adamw
-        self._threads = threads
+        self._bf16_gradients = grad_dtype == torch.bfloat16
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._ranges: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._updated = [threading.Event() for _ in state.layouts]
         for event in self._updated:
             event.set()
@@ -100,8 +109,10 @@ class HostOptimizer:
         self.spans: list[tuple[int, float, float]] = []
         # units whose update was left out, each with the tensors whose gradient was not finite
         self.left_out: dict[int, list[str]] = {}
-        self._thread = threading.Thread(target=self._run, name="adamw", daemon=True)
-        self._thread.start()
+        run = [self._hand_out] + [self._take] * threads
+        self._threads = [threading.Thread(target=self._guarded, args=(fn,), name="adamw", daemon=True) for fn in run]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, unit: int, slab: Slab, factor: float | None, applied: int) -> None:
         """Queues the unit's update. factor: the clip factor, or None to let the unit's own norm decide.
@@ -113,7 +124,7 @@ class HostOptimizer:
         return self._updated[unit].is_set()
 
     def wait_updated(self, unit: int) -> None:
-        """Blocks until the unit's last submitted update is through; raises what the thread died of."""
+        """Blocks until the unit's last submitted update is through; raises what a thread died of."""
         while not self._updated[unit].wait(timeout=0.2):
             self.check()
         self.check()
@@ -129,37 +140,66 @@ class HostOptimizer:
         return spans
 
     def check(self) -> None:
-        """Raises what the updating thread died of, if it did."""
+        """Raises what an updating thread died of, if it did."""
         if self._error is not None:
-            raise RuntimeError(f"the updating thread stopped: {self._error!r}") from self._error
+            raise RuntimeError(f"an updating thread stopped: {self._error!r}") from self._error
 
     def close(self) -> None:
-        """Ends the thread after the update it is in; what is queued behind is dropped."""
+        """Ends the threads, each after the range it is in; what is queued behind is dropped."""
+        self._stop()
+        for thread in self._threads:
+            thread.join(timeout=10)
+
+    def _stop(self) -> None:
         self._stopping = True
         self._jobs.put(None)
-        self._thread.join(timeout=10)
+        for _ in self._threads:
+            self._ranges.put(None)
 
-    def _run(self) -> None:
+    def _guarded(self, fn: Callable[[], None]) -> None:
         try:
-            set_threads(self._threads)
-            # seconds, that otherwise the first step would take
-            warm_up(len(self.state.units[0].masters) == 2, self._bf16_gradients)
-            while (job := self._jobs.get()) is not None:
-                self._do(job)
+            fn()
         except BaseException as error:  # noqa: BLE001  the launcher raises it
-            self._error = error
+            self._error = self._error or error
+            self._stop()
 
-    def _do(self, job: _Job) -> None:
-        job.slab.ready.wait_host()
-        factor = self._own_factor(job) if job.factor is None else job.factor
-        begin = time.perf_counter()
-        if factor is None:
-            self.left_out[job.unit] = self.state.not_finite(job.unit, job.slab.flat)
-        else:
-            self._update(job.unit, job.slab.flat, np.float32(factor), job.applied)
-            self.state.updates[job.unit] += 1
+    def _hand_out(self) -> None:
+        # seconds, that otherwise the first step would take
+        warm_up(len(self.state.units[0].masters) == 2, self._bf16_gradients)
+        while (job := self._jobs.get()) is not None and not self._stopping:
+            job.slab.ready.wait_host()
+            factor = self._own_factor(job) if job.factor is None else job.factor
+            job.began = time.perf_counter()
+            if factor is None:
+                self.left_out[job.unit] = self.state.not_finite(job.unit, job.slab.flat)
+                self._through(job)
+            else:
+                self._cut(job, np.float32(factor))
+
+    def _cut(self, job: _Job, factor: np.float32) -> None:
+        """Queues the unit's ranges, those without decay first."""
+        layout = self.state.layouts[job.unit]
+        parts = [(0, layout.decay_from, self.adamw.step(job.applied, decay=False)),
+                 (layout.decay_from, layout.numel, self.adamw.step(job.applied, decay=True))]
+        ranges = [(job, factor, step, begin, min(begin + RANGE, last)) for first, last, step in parts for begin in range(first, last, RANGE)]
+        job.left = len(ranges)
+        for each in ranges:
+            self._ranges.put(each)
+
+    def _take(self) -> None:
+        while (each := self._ranges.get()) is not None and not self._stopping:
+            job = each[0]
+            self._update(*each)
+            with self._lock:
+                job.left -= 1
+                last = job.left == 0
+            if last:
+                self.state.updates[job.unit] += 1
+                self._through(job)
+
+    def _through(self, job: _Job) -> None:
         self.updated_at[job.unit] = time.perf_counter()
-        self.spans.append((job.unit, begin, self.updated_at[job.unit]))
+        self.spans.append((job.unit, job.began, self.updated_at[job.unit]))
         job.slab.release()
         self._updated[job.unit].set()
 
@@ -169,16 +209,10 @@ class HostOptimizer:
             return None
         return clip_factor(math.sqrt(squares), self.adamw.max_norm) if self.adamw.clip == "layer" else 1.0
 
-    def _update(self, unit: int, gradient: torch.Tensor, factor: np.float32, applied: int) -> None:
-        state, layout = self.state.units[unit], self.state.layouts[unit]
+    def _update(self, job: _Job, factor: np.float32, step: AdamWStep, begin: int, end: int) -> None:
+        state = self.state.units[job.unit]
         masters = tuple(_array(t) for t in state.masters)
-        arrays = masters, state.m.numpy(), state.v.numpy(), _array(gradient)
-        for first, last, decay in ((0, layout.decay_from, False), (layout.decay_from, layout.numel, True)):
-            step = self.adamw.step(applied, decay)
-            for begin in range(first, last, RANGE):
-                if self._stopping:
-                    raise InterruptedError("closed in the middle of an update")
-                update(*arrays, factor, step, begin, min(begin + RANGE, last))
+        update(masters, state.m.numpy(), state.v.numpy(), _array(job.slab.flat), factor, step, begin, end)
 
 
 def _array(t: torch.Tensor) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.host_adamw import AdamWStep, adamw_step, join, set_threads, split, update
+from runtime.host_adamw import AdamWStep, adamw_step, join, split, update
 from tests.judge import judge
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -19,12 +19,6 @@ CASES = json.loads((ROOT / "tests/cases/adamw.json").read_text())
 HAND = (*CASES["betas"], CASES["eps"])
 F32 = np.float32
 ONE = F32(1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Arrays of these sizes are not worth a second one."""
-    set_threads(1)
 
 
 def adamw_in_numpy(w, m, v, g, factor: F32, step: AdamWStep):
@@ -136,16 +130,16 @@ def test_OPT4_one_step_is_torchs_within_two_ulp():
 
 def fifty_steps(threads: int, block: int, reverse: bool) -> str:
     """Digest of 5 identical layers after 50 steps; raises if they differ from each other after any of them."""
-    set_threads(threads)
     n = 5003
+    pool = ThreadPoolExecutor(threads)
     layers = [State(hard_masters(n, np.random.default_rng(0)), True) for _ in range(5)]
     rng = np.random.default_rng(1)
     for t in range(1, 51):
         g, step = bf16_bits(hard_gradients(n, rng)), adamw_step(1e-3, 0.9, 0.95, 1e-8, 0.1, t)
         for layer in reversed(layers) if reverse else layers:
             begins = range(0, n, block)
-            for begin in reversed(begins) if reverse else begins:
-                layer.step(g, step, F32(0.5), begin, min(begin + block, n))
+            cuts = [(begin, min(begin + block, n)) for begin in (reversed(begins) if reverse else begins)]
+            list(pool.map(lambda cut, layer=layer, g=g, step=step: layer.step(g, step, F32(0.5), *cut), cuts))
         first = layers[0].bits()
         assert all(np.array_equal(first, layer.bits()) for layer in layers[1:]), f"layers differ after step {t}"
     return hashlib.sha256(first.tobytes()).hexdigest()
@@ -262,10 +256,3 @@ def test_wrong_arrays_are_refused_by_name():
                                        ((i, i), np.zeros(128, F32)[::2], f, i, 64, "m"), ((i, i), f, f, i[:32], 64, "end")):
         with pytest.raises(ValueError, match=name):
             update(master, m, v, g, ONE, step, 0, end)
-    with pytest.raises(ValueError, match="threads"):
-        set_threads(0)
-
-
-def test_the_threading_layer_that_is_not_thread_safe_is_refused_by_name():
-    run = in_a_process("set_threads(1)", NUMBA_THREADING_LAYER="workqueue")
-    assert run.returncode == 1 and "ValueError: numba's threading layer is workqueue" in run.stderr
