@@ -113,7 +113,7 @@ class Run:
         self.wandb = Wandb(o.wandb, self.run_dir, config, self.run_dir.name)
         opened.callback(self.wandb.close)
         self.trainer = Trainer(self.plan, adamw, self.ops, cuda_streams() if cuda else cpu_streams(), CudaPinner() if cuda else NoPinner(),
-                               o.threads or max(1, self.machine.cpu_cores - 1), taking_memory())
+                               o.threads or self.machine.cpu_cores, taking_memory())
         opened.callback(self.trainer.close)
         if self.saved:
             self._load()
@@ -146,8 +146,8 @@ class Run:
         if batch.supervised == 0:
             # no loss, so no update and no place in any mean
             self.empty_steps += 1
-            self._say(f"step {self.step + 1}: no token of its {o.batch} rows is supervised; left out (epoch {{epoch}}, document {{document}}, "
-                      "offset {offset})".format(**self.position))
+            where = "epoch {epoch}, document {document}, offset {offset}".format(**self.position)
+            self._say(f"step {self.step + 1}: no token of its {o.batch} rows is supervised; left out ({where})")
             row |= {"train/loss": None, "train/skipped": True}
             self._draw()
         else:
@@ -210,7 +210,8 @@ class Run:
             print(f"stopped after step {self.step} of {o.steps}; go on with: python train.py --resume {self.run_dir}")
             return 130
         if self.step < o.steps:
-            print(f"error: {MAX_SKIPPED_IN_A_ROW} steps in a row were not finite: lower --lr, or look at the data of these steps", file=sys.stderr)
+            print(f"error: {MAX_SKIPPED_IN_A_ROW} steps in a row were not finite: lower --lr, or look at the data of these steps",
+                  file=sys.stderr)
             return 3
         return 0
 

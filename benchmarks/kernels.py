@@ -71,8 +71,8 @@ class Table:
                "rate": round(rate, 1), "unit": "TFLOP/s" if flops else "GB/s", "peer": peer_name, "peer_ms": round(other, 4),
                "share_of_peer": round(other / mine, 3), "share_of_bound": round(rate / bound, 3), "error": float(f"{error:.2g}")}
         self.rows.append(row)
-        print(f"{name:<18}{where:<22}{row['ms']:>10.3f} ms {row['rate']:>8.1f} {row['unit']:<8} {row['share_of_peer']:>6.2f} of {peer_name:<14}"
-              f"{row['share_of_bound']:>6.2f} of the bound", flush=True)
+        print(f"{name:<18}{where:<22}{row['ms']:>10.3f} ms {row['rate']:>8.1f} {row['unit']:<8} "
+              f"{row['share_of_peer']:>6.2f} of {peer_name:<14}{row['share_of_bound']:>6.2f} of the bound", flush=True)
 
 
 def gemm(table: Table, label: str, N: int) -> None:
@@ -139,8 +139,9 @@ def attention_rows(table: Table, label: str, N: int) -> None:
     made, grad = peer(), dout.view(N, H, DH).transpose(0, 1)[None].contiguous()
 
     forward()
-    table.add("attention backward", f"{label} {T}", backward, lambda: torch.autograd.grad(made, (q, k, v), grad, retain_graph=True), "cuDNN",
-              flops=2.5 * flops, as_ours=lambda grads: torch.cat([g[0].transpose(0, 1) for g in grads], 1).reshape(N, -1))
+    table.add("attention backward", f"{label} {T}", backward,
+              lambda: torch.autograd.grad(made, (q, k, v), grad, retain_graph=True), "cuDNN", flops=2.5 * flops,
+              as_ours=lambda grads: torch.cat([g[0].transpose(0, 1) for g in grads], 1).reshape(N, -1))
 
 
 def elementwise(table: Table, label: str, N: int) -> None:
@@ -154,13 +155,16 @@ def elementwise(table: Table, label: str, N: int) -> None:
     partials = torch.empty(rmsnorm_partials_shape(D), device="cuda")
     x_leaf, w_leaf = x.clone().requires_grad_(), w.clone().requires_grad_()
     made = rms_grad(x_leaf, w_leaf, D)
-    table.add("rmsnorm backward", f"{label} {N}",
-              lambda: (rmsnorm_backward(dy, x, w.data_ptr(), rstd, residual, dx=y, dw_addr=dw.data_ptr(), partials=partials, accumulate=False),
-                       y)[1], lambda: torch.autograd.grad(made, (x_leaf, w_leaf), dy, retain_graph=True)[0] + residual, "compile",
-              num_bytes=8.0 * N * D)
+
+    def norm_backward():
+        rmsnorm_backward(dy, x, w.data_ptr(), rstd, residual, dx=y, dw_addr=dw.data_ptr(), partials=partials, accumulate=False)
+        return y
+    table.add("rmsnorm backward", f"{label} {N}", norm_backward,
+              lambda: torch.autograd.grad(made, (x_leaf, w_leaf), dy, retain_graph=True)[0] + residual, "compile", num_bytes=8.0 * N * D)
     gate_up, act = draw(N, 2 * ffn), draw(N, ffn)
     peer = torch.compile(lambda g: F.silu(g[:, :ffn]) * g[:, ffn:])
-    table.add("swiglu", f"{label} {N}", lambda: (swiglu(gate_up, out=act), act)[1], lambda: peer(gate_up), "compile", num_bytes=6.0 * N * ffn)
+    table.add("swiglu", f"{label} {N}", lambda: (swiglu(gate_up, out=act), act)[1], lambda: peer(gate_up), "compile",
+              num_bytes=6.0 * N * ffn)
     qkv = draw(N, (H + 2 * K) * DH)
     cos, sin = torch.ones(N, DH // 2, device="cuda"), torch.zeros(N, DH // 2, device="cuda")
     positions = torch.arange(N, dtype=torch.int32, device="cuda")
@@ -181,7 +185,7 @@ def turned(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) 
     return qkv
 
 
-def ends(table: Table, label: str, N: int) -> None:
+def loss(table: Table, label: str, N: int) -> None:
     D, _, _, _, V = SHAPES[label]
     x, w, dx = draw(N, D), draw(V, D, scale=D ** -0.5), draw(N, D)
     labels = torch.randint(0, V, (N,), device="cuda", dtype=torch.int32)
@@ -199,10 +203,14 @@ def ends(table: Table, label: str, N: int) -> None:
             chunk_loss(x_leaf[i:i + 8192], w_leaf, labels[i:i + 8192].long()).backward()
         return x_leaf.grad
     table.add("linear+loss", f"{label} {N}", ours, peer, "compile chunks", flops=6.0 * N * V * D)
-    del logits, x_leaf, w_leaf
+
+
+def embedding_rows(table: Table, label: str, N: int) -> None:
+    D, _, _, _, V = SHAPES[label]
+    labels, w, dw = torch.randint(0, V, (N,), device="cuda", dtype=torch.int32), draw(V, D), torch.empty(V, D, device="cuda")
     out, order = draw(N, D), torch.argsort(labels, stable=True).int()
-    table.add("embedding", f"{label} {N}", lambda: (embedding(labels, w.data_ptr(), out=out), out)[1], lambda: F.embedding(labels, w), "torch",
-              num_bytes=4.0 * N * D)
+    table.add("embedding", f"{label} {N}", lambda: (embedding(labels, w.data_ptr(), out=out), out)[1], lambda: F.embedding(labels, w),
+              "torch", num_bytes=4.0 * N * D)
     partials = torch.empty(embedding_partials_shape(N, D), device="cuda")
 
     def scatter():
@@ -237,7 +245,8 @@ def optimizer(table: Table, label: str, N: int) -> None:
     table.add("adamw, 26 B", label, lambda: (adamw(hi, lo, m2, v2, g, factor, step), hi)[1], peer, "torch, 28 B", num_bytes=26.0 * n)
 
 
-GROUPS = {"gemm": gemm, "attention": attention_rows, "elementwise": elementwise, "ends": ends, "optimizer": optimizer}
+GROUPS = {"gemm": gemm, "attention": attention_rows, "elementwise": elementwise, "loss": loss, "embedding": embedding_rows,
+          "optimizer": optimizer}
 
 
 def copy_rate() -> float:

@@ -30,10 +30,12 @@ def command() -> str:
 
 
 def peaks() -> dict[str, float]:
-    """Most memory so far, GiB: HBM as torch allocated it, host as the kernel saw it."""
+    """GiB: most HBM so far as torch allocated it, most host memory as the kernel saw it; huge pages of it now."""
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
     hbm = torch.cuda.max_memory_allocated() / 2 ** 30 if torch.cuda.is_available() else 0.0
-    return {"hbm_peak_gib": round(hbm, 2), "host_peak_gib": round(host, 2)}
+    rollup = Path("/proc/self/smaps_rollup")
+    huge = sum(int(line.split()[1]) for line in rollup.read_text().splitlines() if line.startswith("AnonHugePages")) if rollup.exists() else 0
+    return {"hbm_peak_gib": round(hbm, 2), "host_peak_gib": round(host, 2), "huge_pages_gib": round(huge / 2 ** 20, 2)}
 
 
 def spread(values: list[float]) -> dict[str, float]:

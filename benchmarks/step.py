@@ -1,12 +1,12 @@
 """Time of a whole training step: forward, backward, clip, AdamW, everything streamed.
 
     python -m benchmarks.step --model qwen2.5-7b --batch 8
-    python -m benchmarks.step --hidden 5120 --heads 40 --kv-heads 8 --ffn 13824 --vocab 32000 --layers 16 --batch 1 8 32
+    python -m benchmarks.step --hidden 5120 --heads 40 --kv-heads 8 --ffn 13824 --vocab 32000 --layers 16 --batch 8
 
 Random weights and random tokens, the same batch each step. A step's time is from one decision to the next, so what an
-update leaves over for the next forward counts. Checked first: the loss of random weights is ln(vocabulary) + the variance of its logits / 2, it falls,
-and the gradient's norm is finite. --update none leaves AdamW out; --resident then keeps every layer in a slot of its
-own and gradients on the device: the same kernels without streaming.
+update leaves over for the next forward counts. Checked: the loss of random weights is ln(vocabulary) and half the
+variance of their logits, it falls, and the gradient's norm is finite. --update none leaves AdamW
+out; --resident then keeps every layer in a slot of its own and gradients on the device: the same kernels without streaming.
 """
 import argparse
 import dataclasses
@@ -107,7 +107,7 @@ def main() -> int:
         plans.append(plan)
     began = time.perf_counter()
     trainer = Trainer(plans[0], adamw, ops, cuda_streams() if device == "cuda" else cpu_streams(),
-                      CudaPinner() if device == "cuda" else NoPinner(), a.threads or max(1, machine.cpu_cores - 1))
+                      CudaPinner() if device == "cuda" else NoPinner(), a.threads or machine.cpu_cores)
     try:
         trainer.state.initialize(1, device)
         print(f"host memory taken and weights drawn in {time.perf_counter() - began:.1f} s", flush=True)
@@ -117,12 +117,13 @@ def main() -> int:
             if plan is not plans[0]:
                 trainer.lay_out(plan)
             runs.append(measure(trainer, plan, a))
+            peaks = report.peaks()
             print(runs[-1], flush=True)
     finally:
         trainer.close()
     shape = dataclasses.asdict(config)
     report.finish(a.name, {"shape": shape, "parameters": num_params(config), "precision": precision, "clip": a.clip, "update": a.update,
-                           "resident": a.resident, "runs": runs} | report.peaks(), Path(a.out) if a.out else None)
+                           "resident": a.resident, "runs": runs} | peaks, Path(a.out) if a.out else None)
     return 0
 
 

@@ -72,9 +72,10 @@ def main() -> int:
                         list(pool.map(one, cuts))
                         times.append(time.perf_counter() - began)
                 rate = a.layer * a.layers / report.spread(times[1:])["median"]
+                huge = report.peaks()
                 rows.append({"threads": threads, "range": size, "gparam_s": round(rate / 1e9, 3), "gbps": round(rate * BYTES / 1e9, 1)})
                 print(rows[-1], flush=True)
-    report.finish("update", {"layer": a.layer, "layers": a.layers, "rows": rows}, Path(a.out) if a.out else None)
+    report.finish("update", {"layer": a.layer, "layers": a.layers, "rows": rows} | huge, Path(a.out) if a.out else None)
     return 0
 
 

@@ -80,7 +80,7 @@ def open_source(paths: Sequence[str] | None) -> Source:
         document = text[end: end + expected.st_size]
         _read(name, expected, document)
         fault = _fault(name, document)
-        if fault and given:
+        if fault:
             raise DataError(fault)
         if fault:
             continue
@@ -117,7 +117,7 @@ def _find(name: str) -> os.stat_result:
         raise DataError(f"{name}: {error.strerror.lower()}; --data takes the names of UTF-8 text files") from None
     if stat.S_ISDIR(found.st_mode):
         raise DataError(f"{name}: a directory; pass its files: {os.path.join(name, '*.txt')}")
-    if False:
+    if not stat.S_ISREG(found.st_mode):
         raise DataError(f"{name}: not a regular file; write the text to a file first")
     if name.lower().endswith((".jsonl", ".ndjson")):
         raise DataError(f"{name}: JSONL is not read yet; write the texts of its records to .txt files, one document each")

@@ -181,7 +181,8 @@ class HostOptimizer:
         layout = self.state.layouts[job.unit]
         parts = [(0, layout.decay_from, self.adamw.step(job.applied, decay=False)),
                  (layout.decay_from, layout.numel, self.adamw.step(job.applied, decay=True))]
-        ranges = [(job, factor, step, begin, min(begin + RANGE, last)) for first, last, step in parts for begin in range(first, last, RANGE)]
+        ranges = [(job, factor, step, begin, min(begin + RANGE, last))
+                  for first, last, step in parts for begin in range(first, last, RANGE)]
         job.left = len(ranges)
         for each in ranges:
             self._ranges.put(each)

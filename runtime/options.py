@@ -82,8 +82,9 @@ def parser() -> argparse.ArgumentParser:
           precision=(("bf16", "fp32"), "working weights and activations (bf16 on a GPU, fp32 on a CPU); masters are fp32"),
           grads=(("bf16", "fp32"), "in which gradients leave the device (bf16; fp32 with --precision fp32)"),
           host_memory=(str, "bytes this run may use, as 128GiB or 1.5TB (what the machine has free)"),
-          threads=(int, "of the CPU's AdamW (cores - 1)"))
-    group("report", eval_every=(int, "steps between validations (0: at the end)"), log_every=(int, "steps a row of metrics.jsonl covers (1)"),
+          threads=(int, "of the CPU's AdamW (all cores)"))
+    group("report", eval_every=(int, "steps between validations (0: at the end)"),
+          log_every=(int, "steps that a loss in metrics.jsonl covers (1)"),
           sample=(int, "tokens to generate at the end (tiny 160, others 0)"), save_every=(int, "steps between checkpoints (0: at the end)"),
           keep_checkpoints=(int, "newest checkpoints to keep (2)"),
           wandb=(("offline", "online", "off"), "mirror of metrics.jsonl in Weights & Biases (offline)"))

@@ -10,14 +10,16 @@ def model_table() -> str:
     lines = [f"{'model':<14}{'parameters':>12}{'state':>12}{'a token':>12}   layers x hidden, heads/kv heads x width, ffn, vocabulary"]
     for c in PRESETS.values():
         params = num_params(c)
-        lines.append(f"{c.name:<14}{params / 1e9:>10.3f} B{params * STATE_BYTES / 1e9:>9.2f} GB{2 * c.hidden * (c.layers + 1) / 1e6:>9.3f} MB"
+        boundaries_mb = 2 * c.hidden * (c.layers + 1) / 1e6
+        lines.append(f"{c.name:<14}{params / 1e9:>10.3f} B{params * STATE_BYTES / 1e9:>9.2f} GB{boundaries_mb:>9.3f} MB"
                      f"   {c.layers} x {c.hidden}, {c.heads}/{c.kv_heads} x {c.head_dim}, {c.ffn}, {c.vocab}"
                      f"{', tied' if c.tied else ''}{', qkv bias' if c.qkv_bias else ''}{', q/k norm' if c.qk_norm else ''}")
-    lines.append(f"state: masters and moments, {STATE_BYTES} B a parameter, in host memory. a token: its boundary activations, bf16, in HBM.")
+    lines.append(f"state: masters and moments, {STATE_BYTES} B a parameter, in host memory; a token: its boundary activations in bf16")
     return "\n".join(lines)
 
 
 def stall_line(times: StepTimes) -> str:
     """One line on where a step's time went."""
     causes = ", ".join(f"{cause} {seconds * 1e3:.0f} ms" for cause, seconds in times.exposed.items() if seconds > 5e-4)
-    return f"step {times.step_s:.3f} s: compute busy {times.busy['compute']:.3f} s, update {times.busy['update']:.3f} s, waited for {causes or 'nothing'}"
+    return (f"step {times.step_s:.3f} s: compute busy {times.busy['compute']:.3f} s, update {times.busy['update']:.3f} s, "
+            f"waited for {causes or 'nothing'}")

@@ -105,6 +105,15 @@ def test_late_streams_change_no_bit(c, clip):
         assert agree(outcome(c, clip=clip, streams=streams), in_time)
 
 
+def test_a_batch_is_waited_for_where_no_weights_are_on_their_way():
+    """The second of two evaluations finds the embedding in its slot."""
+    first, second = batches(ONE_LAYER, 2)
+    with trainer(ONE_LAYER) as made:
+        expected = [made.engine.evaluate(step) for step in (first, second, first)]
+    with late_streams(h2d=0.05) as streams, trainer(ONE_LAYER, streams=streams) as made:
+        assert [made.engine.evaluate(step) for step in (first, second, first)] == expected
+
+
 class SlowUpdates(HostOptimizer):
     """Each unit's update takes 200 ms longer."""
 
