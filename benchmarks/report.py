@@ -34,7 +34,8 @@ def peaks() -> dict[str, float]:
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
     hbm = torch.cuda.max_memory_allocated() / 2 ** 30 if torch.cuda.is_available() else 0.0
     rollup = Path("/proc/self/smaps_rollup")
-    huge = sum(int(line.split()[1]) for line in rollup.read_text().splitlines() if line.startswith("AnonHugePages")) if rollup.exists() else 0
+    lines = rollup.read_text().splitlines() if rollup.exists() else []
+    huge = sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
     return {"hbm_peak_gib": round(hbm, 2), "host_peak_gib": round(host, 2), "huge_pages_gib": round(huge / 2 ** 20, 2)}
 
 

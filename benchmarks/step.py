@@ -5,8 +5,10 @@
 
 Random weights and random tokens, the same batch each step. A step's time is from one decision to the next, so what an
 update leaves over for the next forward counts. Checked: the loss of random weights is ln(vocabulary) and half the
-variance of their logits, it falls, and the gradient's norm is finite. --update none leaves AdamW
-out; --resident then keeps every layer in a slot of its own and gradients on the device: the same kernels without streaming.
+variance of their logits, it falls, and the gradient's norm is finite.
+
+--streaming-cost measures twice more, without AdamW: once streamed as before, once with every layer in a slot of its own
+and gradients that stay on the device. The difference is what streaming costs the same kernels.
 """
 import argparse
 import dataclasses
@@ -34,6 +36,7 @@ from runtime.streams import cpu_streams, cuda_streams
 from runtime.trainer import Trainer, choose_ops
 
 WARM_UP = 2
+MODES = ("train", "no update", "resident")
 
 
 @dataclasses.dataclass
@@ -57,16 +60,19 @@ class RandomBatch:
 
 
 class NoUpdate:
-    """Stands where the optimizer does and changes no weight: what a step costs without AdamW."""
+    """Stands where the optimizer does and changes no weight: what a step costs without AdamW.
 
-    def __init__(self, optimizer):
-        self._real = optimizer
+    refetch: weights count as new after each step, so that all of them cross the link as they do in training.
+    """
+
+    def __init__(self, optimizer, refetch: bool):
+        self._state, self._refetch = optimizer.state, refetch
         self.adamw, self.updated_at = optimizer.adamw, optimizer.updated_at
         self.check, self.take_spans = optimizer.check, optimizer.take_spans
 
     def submit(self, unit, slab, factor, applied):
-        slab.ready.wait_host()
         slab.release()
+        self._state.updates[unit] += self._refetch
 
     def wait_updated(self, unit):
         pass
@@ -99,53 +105,55 @@ def main() -> int:
     machine = detect(parse_bytes(a.host_memory, "--host-memory") if a.host_memory else None)
     ops = choose_ops(device, precision)
     adamw = AdamW(Schedule("constant", a.lr, 0, 1), clip=a.clip)
-    slots = config.layers if a.resident else 2
     plans = []
     for batch in a.batch:
-        plan = make_plan(Request(config, a.seq, batch, a.micro_batch, precision, a.grads, a.clip, device, slots), machine, ops)
-        refuse_unless_fits(plan, ops)
-        plans.append(plan)
+        for mode in MODES if a.streaming_cost else MODES[:1]:
+            slots = config.layers if mode == "resident" else 2
+            plan = make_plan(Request(config, a.seq, batch, a.micro_batch, precision, a.grads, a.clip, device, slots), machine, ops)
+            refuse_unless_fits(plan, ops)
+            plans.append((plan, mode))
     began = time.perf_counter()
-    trainer = Trainer(plans[0], adamw, ops, cuda_streams() if device == "cuda" else cpu_streams(),
+    trainer = Trainer(plans[0][0], adamw, ops, cuda_streams() if device == "cuda" else cpu_streams(),
                       CudaPinner() if device == "cuda" else NoPinner(), a.threads or machine.cpu_cores)
     try:
         trainer.state.initialize(1, device)
         print(f"host memory taken and weights drawn in {time.perf_counter() - began:.1f} s", flush=True)
         runs = []
-        for plan in plans:
-            print(plan.page(), flush=True)
-            if plan is not plans[0]:
+        for plan, mode in plans:
+            print(f"{mode}\n{plan.page()}", flush=True)
+            if plan is not plans[0][0]:
                 trainer.lay_out(plan)
-            runs.append(measure(trainer, plan, a))
+            runs.append(measure(trainer, plan, a.steps, mode))
             peaks = report.peaks()
             print(runs[-1], flush=True)
     finally:
         trainer.close()
     shape = dataclasses.asdict(config)
-    report.finish(a.name, {"shape": shape, "parameters": num_params(config), "precision": precision, "clip": a.clip, "update": a.update,
-                           "resident": a.resident, "runs": runs} | peaks, Path(a.out) if a.out else None)
+    report.finish(a.name, {"shape": shape, "parameters": num_params(config), "precision": precision, "clip": a.clip,
+                           "runs": runs} | peaks, Path(a.out) if a.out else None)
     return 0
 
 
-def measure(trainer: Trainer, plan, a) -> dict:
-    """Runs the plan's steps; their median time and where it went."""
+def measure(trainer: Trainer, plan, num_steps: int, mode: str) -> dict:
+    """Runs the plan's steps in one of MODES; their median time and where it went."""
     request, shape, engine = plan.request, plan.shape, trainer.engine
     config, T = request.config, request.T
-    if a.update == "none":
-        engine.optimizer = NoUpdate(trainer.optimizer)
-    if a.resident:
-        engine.slabs = StayingSlabs(engine.slabs.slabs, trainer.engine.buffers.stages, engine.streams)
+    if mode != "train":
+        engine.settle()
+        engine.optimizer = NoUpdate(trainer.optimizer, refetch=mode == "no update")
+    if mode == "resident":
+        engine.slabs = StayingSlabs(engine.slabs.slabs, engine.buffers.stages, engine.streams)
     rng = np.random.default_rng(0)
     micro_batches = [RandomBatch.draw(rng, config.vocab, shape.micro_rows, T) for _ in range(shape.micro_batches)]
     supervised = request.rows * (T - 1)
     results, ends = [], []
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    for step in range(WARM_UP + a.steps):
+    for step in range(WARM_UP + num_steps):
         results.append(trainer.step(micro_batches, supervised))
         ends.append(time.perf_counter())
         print(f"  step {step}: loss {results[-1].loss:.4f}, norm {results[-1].grad_norm:.4g}; {stall_line(results[-1].times)}", flush=True)
-    check(results, config, a.update != "none", trainer.state.applied_steps > len(results))
+    check(results, config, mode == "train", trainer.state.applied_steps > len(results))
     seconds = [b - a_ for a_, b in zip(ends[WARM_UP - 1:], ends[WARM_UP:], strict=False)]
     step_s = statistics.median(seconds)
     measured = results[WARM_UP:]
@@ -154,7 +162,7 @@ def measure(trainer: Trainer, plan, a) -> dict:
 
     def median(value) -> float:
         return round(statistics.median(value(r.times) for r in measured), 4)
-    return {"tokens": tokens, "batch": request.rows, "seq": T, "micro_batches": shape.micro_batches,
+    return {"mode": mode, "tokens": tokens, "batch": request.rows, "seq": T, "micro_batches": shape.micro_batches,
             "layers_that_keep": {name: sum(name in keep for keep in shape.keep) for name in KEEPS},
             "step_s": {name: round(value, 4) for name, value in report.spread(seconds).items()},
             "model_tflops": round(flops / step_s / 1e12, 1), "tokens_per_s": round(tokens / step_s),
@@ -197,16 +205,12 @@ def parse() -> argparse.Namespace:
     p.add_argument("--clip", choices=("exact", "layer", "none"), default="exact")
     p.add_argument("--precision", choices=("bf16", "fp32"))
     p.add_argument("--grads", choices=("bf16", "fp32"), default="bf16")
-    p.add_argument("--update", choices=("host", "none"), default="host")
-    p.add_argument("--resident", action="store_true", help="with --update none: weights and gradients stay on the device")
+    p.add_argument("--streaming-cost", action="store_true", help="measure without AdamW too, streamed and resident")
     p.add_argument("--threads", type=int)
     p.add_argument("--host-memory")
     p.add_argument("--name", default="step", help="first part of the result's file name")
     p.add_argument("--out", help="folder of the result (benchmarks/results)")
-    a = p.parse_args()
-    if a.resident and a.update != "none":
-        p.error("--resident: weights that stay on the device get no host update; add --update none")
-    return a
+    return p.parse_args()
 
 
 if __name__ == "__main__":

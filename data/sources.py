@@ -80,7 +80,7 @@ def open_source(paths: Sequence[str] | None) -> Source:
         document = text[end: end + expected.st_size]
         _read(name, expected, document)
         fault = _fault(name, document)
-        if fault:
+        if fault and given:
             raise DataError(fault)
         if fault:
             continue

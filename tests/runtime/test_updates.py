@@ -94,7 +94,7 @@ def test_OPT6_no_gradient_this_step(tied):
     peer = torch.nn.Parameter(torch.ones(c.hidden))
     torch_adamw = torch.optim.AdamW([peer], lr=HAND["lr"], betas=(0.9, 0.999), weight_decay=0.0)
     with trainer(c, T=4, rows=1, ops=ops, **HAND) as made:
-        fill(made, 1.0)
+        fill(made, 1.0, unit=0)
         for step, gradient, exact in zip(steps, (1.0, 0.0), right, strict=True):
             train(made, [step])
             peer.grad = torch.full_like(peer, gradient)
