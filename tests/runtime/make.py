@@ -181,9 +181,9 @@ def gradients(made):
     return [made.engine._slab_of[u].flat[:layout.numel].float() for u, layout in enumerate(made.state.layouts)]
 
 
-def fill(made, value, unit=None):
-    """All masters `value`, moments 0: of a unit, or of all."""
-    for unit in range(len(made.state.layouts)) if unit is None else [unit]:
+def fill(made, value, units=None):
+    """All masters `value`, moments 0: of some units, or of all."""
+    for unit in units or range(len(made.state.layouts)):
         made.state.load_record(unit, {name: torch.full_like(t, value if name.startswith("master") else 0.0)
                                       for name, t in made.state.record(unit).items()})
 

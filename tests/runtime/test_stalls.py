@@ -50,7 +50,7 @@ def test_moved_bytes_and_rates_are_those_of_their_stream():
 
 @pytest.mark.parametrize("late", ["nothing", "h2d", "d2h", "compute"])
 def test_busy_and_exposed_add_up_to_the_step(late):
-    delays = {} if late == "nothing" else {late: 0.01}
+    delays = {} if late == "nothing" else {late: 0.02}
     with late_streams(**delays) as streams, trainer(TINY, streams=streams) as made:
         results = train(made, batches(TINY, 2))
     for times in (r.times for r in results):
