@@ -6,7 +6,7 @@
     python train.py --resume runs/tiny-1201-101500      goes on where a run stopped
 
 Exit code 0: the run is complete. 2: something asked for is wrong, or does not fit. 3: too many steps in a row were not
-finite. 130: stopped by Ctrl-C or SIGTERM, after the step was finished and saved.
+finite. 130: stopped by Ctrl-C or SIGTERM, after the step was finished and saved; the second one stops at once.
 """
 import argparse
 import contextlib
@@ -20,13 +20,15 @@ from pathlib import Path
 from model.errors import UserError
 from runtime.options import parser, resolve
 
-# torch's CPU threads sleep while they wait for each other: spinning, a step takes ten times as long on a shared machine.
-# libgomp looks once, when torch is imported
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# torch's CPU threads wait for each other spinning, which on a machine that others use too takes ten times as long; so they
+# spin some microseconds and then sleep. libgomp looks once, when torch is imported
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 MAX_SKIPPED_IN_A_ROW = 10
 # rows of validation text, and how a sample is drawn
 VALIDATION_ROWS = 64
+# of what was not finite in a step: metrics.jsonl has all names
+NAMES_SHOWN = 6
 PROMPT, TEMPERATURE = "def ", 0.7
 
 
@@ -43,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped at once; what was not saved is lost", file=sys.stderr)
+        return 130
 
 
 class Run:
@@ -55,11 +60,17 @@ class Run:
         from model.config import preset
         from runtime import checkpoint, machine, plan
         from runtime.trainer import choose_ops
+        if given.resume and given.run:
+            raise UserError(f"--run {given.run}: --resume {given.resume} goes on in its own directory; leave one of them out")
         self.machine = machine.detect(machine.parse_bytes(given.host_memory, "--host-memory") if given.host_memory else None)
         self.saved, self.records = checkpoint.newest(given.resume) if given.resume else (None, None)
         o, self.changes = resolve(given, self.saved and self.saved["options"], self.machine.gpu_name is not None)
         self.options = o
+        if self.saved and o.steps < self.saved["step"]:
+            raise UserError(f"--steps {o.steps}: {given.resume} has made {self.saved['step']} already")
         if o.device == "cuda":
+            if self.machine.gpu_name is None:
+                raise UserError("--device cuda: there is no GPU that CUDA can use; leave it out to train on the CPU")
             machine.check_gpu(self.machine, o.precision)
         self.run_dir = Path(given.resume or given.run or f"runs/{o.model}-{time.strftime('%m%d-%H%M%S')}")
         tokenizer = ByteTokenizer()
@@ -73,11 +84,15 @@ class Run:
         self.ops = choose_ops(o.device, o.precision)
         request = plan.Request(self.config, o.seq, o.batch, o.micro_batch, o.precision, o.grads, o.clip, o.device)
         self.plan = plan.make_plan(request, self.machine, self.ops)
-        self.step = self.skipped_in_a_row = self.empty_steps = 0
+        self.validates_on_training_text = validation_documents.validation_is_training_text
+        self.step = self.skipped_in_a_row = self.skipped_steps = self.empty_steps = 0
+        # of the newest checkpoint, and of the last row with a loss and rates
+        self.saved_step = self.rated_step = 0
+        self.complete = False
 
     def main(self, plan_only: bool) -> int:
         from runtime.plan import refuse_unless_fits
-        print(self.plan.page(), flush=True)
+        print(self.plan.page(), self._data_line(), sep="\n", flush=True)
         refuse_unless_fits(self.plan, self.ops)
         if plan_only:
             return 0
@@ -85,16 +100,25 @@ class Run:
             self._open(opened)
             while self.step < self.options.steps and not stopped and self.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
                 self._one_step()
-            return self._finish(bool(stopped))
+            return self._finish()
 
     # start
+
+    def _data_line(self) -> str:
+        o, data = self.options, self.batches.fingerprint
+        passes = o.steps * o.batch * o.seq / data["tokens"]
+        s = "" if data["documents"] == 1 else "s"
+        line = f"data  {data['documents']} document{s}, {data['tokens']} tokens; {o.steps} steps take {o.steps * o.batch * o.seq}"
+        line += f": {passes:.3g} times all of it" if o.pack else ", padding among them"
+        return line + ("\n  validation is on the training text: there is too little to hold any out" if self.validates_on_training_text
+                       else "")
 
     def _open(self, opened: contextlib.ExitStack) -> None:
         """Takes the run directory, host memory and the device; draws or loads the weights."""
         from model.layout import num_params
         from runtime import checkpoint
         from runtime.host import CudaPinner, NoPinner
-        from runtime.optimizer import AdamW, Schedule
+        from runtime.optimizer import AdamW, Schedule, update_threads
         from runtime.plan import STATE_BYTES
         from runtime.progress import Progress, taking_memory
         from runtime.streams import cpu_streams, cuda_streams
@@ -102,26 +126,27 @@ class Run:
         from runtime.trainer import Trainer
         o, cuda = self.options, self.options.device == "cuda"
         config = {"options": dataclasses.asdict(o), "model": dataclasses.asdict(self.config), "data": self.batches.fingerprint}
-        opened.enter_context(checkpoint.RunLock(self.run_dir))
-        checkpoint.claim(self.run_dir, config, resuming=self.saved is not None)
+        # what is refused leaves nothing behind
         if self.saved:
             checkpoint.check_same_run(self.saved, config, ("model", "data"))
         if o.save:
             saves = 1 + (o.steps // o.save_every if o.save_every else 0)
             checkpoint.check_space(self.run_dir, STATE_BYTES * num_params(self.config), keep=o.keep_checkpoints, saves=saves)
+        opened.enter_context(checkpoint.RunLock(self.run_dir))
+        checkpoint.claim(self.run_dir, config, resuming=self.saved is not None)
         adamw = AdamW(Schedule(o.schedule, o.lr, o.warmup, o.steps), o.beta1, o.beta2, o.eps, o.weight_decay, o.clip, o.max_norm)
         self.wandb = Wandb(o.wandb, self.run_dir, config, self.run_dir.name)
-        opened.callback(self.wandb.close)
+        opened.callback(lambda: self.wandb.close(ok=self.complete))
         self.trainer = Trainer(self.plan, adamw, self.ops, cuda_streams() if cuda else cpu_streams(), CudaPinner() if cuda else NoPinner(),
-                               o.threads or self.machine.cpu_cores, taking_memory())
+                               o.threads or update_threads(self.machine.cpu_cores), taking_memory())
         opened.callback(self.trainer.close)
+        self.mean = LossMean()
         if self.saved:
             self._load()
         else:
             self.trainer.state.initialize(o.seed, o.device)
         self.metrics = MetricsLog(self.run_dir)
         opened.callback(self.metrics.close)
-        self.mean = LossMean()
         self.progress = Progress(o.steps, start=self.step)
         opened.callback(self.progress.close)
         self._draw()
@@ -130,7 +155,8 @@ class Run:
     def _load(self) -> None:
         self.trainer.load(self.records, self.saved["applied_steps"])
         self.batches.load_state(self.saved["position"])
-        self.step = self.saved["step"]
+        self.mean.steps = [tuple(pair) for pair in self.saved["losses"]]
+        self.step = self.saved_step = self.rated_step = self.saved["step"]
         self._say(f"resumed at step {self.step} of {self.run_dir}" + "".join(f"; {change}" for change in self.changes))
 
     # loop
@@ -146,22 +172,22 @@ class Run:
         if batch.supervised == 0:
             # no loss, so no update and no place in any mean
             self.empty_steps += 1
-            where = "epoch {epoch}, document {document}, offset {offset}".format(**self.position)
-            self._say(f"step {self.step + 1}: no token of its {o.batch} rows is supervised; left out ({where})")
-            row |= {"train/loss": None, "train/skipped": True}
+            self._say(f"step {self.step + 1}: no token of its {o.batch} rows is supervised; left out "
+                      f"({_some(self.batches.drawn_from())})")
+            row |= {"train/loss": None, "train/grad_norm": None, "train/skipped": True}
             self._draw()
         else:
             micro = self.plan.shape.micro_rows
             result = self.trainer.step([batch.micro_batch(i, micro) for i in range(0, o.batch, micro)], batch.supervised, self._draw)
             self._note(result)
-            self.mean.add(None if result.skipped else result.loss, batch.supervised)
+            self.mean.add(result.loss, batch.supervised)
             row |= {"train/grad_norm": result.grad_norm, "train/lr": result.lr, "train/skipped": result.skipped}
             row |= result.times.metrics()
             if result.not_finite:
                 row |= {"train/loss": result.loss, "train/not_finite_in": result.not_finite, "train/partial": result.partial}
         self.step += 1
         if self.step % o.log_every == 0 or self.step == o.steps:
-            row |= self._rates()
+            row |= self._rates(batch.sum_of_squares)
         if self.step == o.steps or (o.eval_every and self.step % o.eval_every == 0):
             row |= self._validate()
         self.wandb.log(self.metrics.write(row))
@@ -171,20 +197,21 @@ class Run:
     def _note(self, result) -> None:
         """Says what was left out, and why."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        self.skipped_steps += result.skipped
         if result.not_finite:
             what = "skipped" if result.skipped else "partial: these were not updated"
-            self._say(f"step {self.step + 1} {what}: not finite: {', '.join(result.not_finite)}")
+            self._say(f"step {self.step + 1} {what}: not finite: {_some(result.not_finite)}")
 
-    def _rates(self) -> dict:
-        """Loss and speed of the steps since the last row that had them."""
+    def _rates(self, sum_of_squares: int) -> dict:
+        """Loss and speed of the steps since the last row that had them; attention's FLOPs by this step's documents."""
         from model.flops import step_flops
         o, now = self.options, time.perf_counter()
-        steps = o.log_every if self.step % o.log_every == 0 else self.step % o.log_every
-        seconds, self.row_began = (now - self.row_began) / steps, now
+        seconds = (now - self.row_began) / (self.step - self.rated_step)
+        self.row_began, self.rated_step = now, self.step
         loss = self.mean.take()
         tokens = o.batch * o.seq
         self.progress.update(self.step, loss, tokens / seconds)
-        flops = step_flops(self.config, tokens, self.batch.sum_of_squares)
+        flops = step_flops(self.config, tokens, sum_of_squares)
         row = {"perf/step_s": seconds, "perf/tokens_per_s": tokens / seconds, "perf/model_tflops": flops / seconds / 1e12}
         return row if loss is None else {"train/loss": loss} | row
 
@@ -192,35 +219,44 @@ class Run:
         """Mean loss over the validation rows, in nats a token."""
         rows, shape, total = self.validation, self.plan.shape, 0.0
         for micro_batches in rows.groups(shape.micro_rows, shape.micro_batches):
-            total += self.trainer.engine.evaluate(micro_batches)
+            # the last rows may be an end and padding
+            if any(micro_batch.supervised for micro_batch in micro_batches):
+                total += self.trainer.engine.evaluate(micro_batches)
         loss = total / rows.supervised
         self._say(f"step {self.step}: validation loss {loss:.4f} nats a token")
         return {"val/loss": loss}
 
     # end
 
-    def _finish(self, interrupted: bool) -> int:
+    def _finish(self) -> int:
         o = self.options
         if self.step == o.steps and o.sample:
             self._say(f"sample: {self._sample(o.sample)}")
-        if o.save:
+        if o.save and self.saved_step != self.step:
             self._save()
+        if self.skipped_steps or self.empty_steps:
+            print(f"left out since this start: {self.skipped_steps} not finite, {self.empty_steps} with nothing supervised",
+                  file=sys.stderr)
         print(f"run     {self.run_dir}: metrics.jsonl, config.json" + (", checkpoints/" if o.save else ""))
-        if interrupted:
-            print(f"stopped after step {self.step} of {o.steps}; go on with: python train.py --resume {self.run_dir}")
-            return 130
-        if self.step < o.steps:
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             print(f"error: {MAX_SKIPPED_IN_A_ROW} steps in a row were not finite: lower --lr, or look at the data of these steps",
                   file=sys.stderr)
             return 3
+        if self.step < o.steps:
+            print(f"stopped after step {self.step} of {o.steps}; go on with: python train.py --resume {self.run_dir}")
+            return 130
+        self.complete = True
         return 0
 
     def _save(self) -> None:
         from runtime import checkpoint
+        from runtime.telemetry import strict
         began = time.perf_counter()
         meta = {"options": dataclasses.asdict(self.options), "model": dataclasses.asdict(self.config), "data": self.batches.fingerprint,
-                "step": self.step, "applied_steps": self.trainer.state.applied_steps, "position": self.position}
+                "step": self.step, "applied_steps": self.trainer.state.applied_steps, "position": self.position,
+                "losses": strict(self.mean.steps)}
         path = checkpoint.save(self.run_dir, self.step, self.trainer.records(), meta, self.options.keep_checkpoints)
+        self.saved_step = self.step
         self._say(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
     def _sample(self, length: int) -> str:
@@ -243,6 +279,10 @@ class Run:
         self.progress.note(line) if hasattr(self, "progress") else print(line, flush=True)
 
 
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else "")
+
+
 class _Interrupt:
     """True from the first Ctrl-C or SIGTERM on: the step is finished and saved. The second one stops at once."""
 
@@ -262,7 +302,8 @@ class _Interrupt:
         if self._set:
             raise KeyboardInterrupt
         self._set = True
-        print("\nstopping after this step; once more stops at once and loses what was not saved", file=sys.stderr)
+        # not print: the signal may have come in the middle of one
+        os.write(2, b"\nstopping after this step; once more stops at once and loses what was not saved\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Random weights and random tokens, the same batch each step. A step's time is fro
 update leaves over for the next forward counts. Checked: the loss of random weights is ln(vocabulary) and half the
 variance of their logits, it falls, and the gradient's norm is finite.
 
---streaming-cost measures twice more, without AdamW: once streamed as before, once with every layer in a slot of its own
+--streaming-cost measures the first batch twice more, without AdamW: once streamed as before, once with every layer in a slot of its own
 and gradients that stay on the device. The difference is what streaming costs the same kernels.
 """
 import argparse
@@ -27,11 +27,11 @@ from model.flops import KEEPS, step_flops
 from model.layout import num_params
 from runtime.host import CudaPinner, NoPinner
 from runtime.machine import detect, parse_bytes
-from runtime.optimizer import AdamW, Schedule
+from runtime.optimizer import AdamW, Schedule, update_threads
 from runtime.plan import Request, make_plan, refuse_unless_fits
 from runtime.report import stall_line
 from runtime.slabs import Slabs
-from runtime.state import INIT_STD
+from runtime.state import init_std
 from runtime.streams import cpu_streams, cuda_streams
 from runtime.trainer import Trainer, choose_ops
 
@@ -107,14 +107,14 @@ def main() -> int:
     adamw = AdamW(Schedule("constant", a.lr, 0, 1), clip=a.clip)
     plans = []
     for batch in a.batch:
-        for mode in MODES if a.streaming_cost else MODES[:1]:
+        for mode in MODES if a.streaming_cost and batch == a.batch[0] else MODES[:1]:
             slots = config.layers if mode == "resident" else 2
             plan = make_plan(Request(config, a.seq, batch, a.micro_batch, precision, a.grads, a.clip, device, slots), machine, ops)
             refuse_unless_fits(plan, ops)
             plans.append((plan, mode))
     began = time.perf_counter()
     trainer = Trainer(plans[0][0], adamw, ops, cuda_streams() if device == "cuda" else cpu_streams(),
-                      CudaPinner() if device == "cuda" else NoPinner(), a.threads or machine.cpu_cores)
+                      CudaPinner() if device == "cuda" else NoPinner(), a.threads or update_threads(machine.cpu_cores))
     try:
         trainer.state.initialize(1, device)
         print(f"host memory taken and weights drawn in {time.perf_counter() - began:.1f} s", flush=True)
@@ -178,7 +178,7 @@ def check(results, config: ModelConfig, updating: bool, trained_before: bool) ->
     losses = [r.loss for r in results]
     wrong = [r for r in results if r.skipped or not math.isfinite(r.loss) or not math.isfinite(r.grad_norm)]
     # normed hidden states have length sqrt(D): logits are normal with variance D std^2
-    expected = math.log(config.vocab) + config.hidden * INIT_STD ** 2 / 2
+    expected = math.log(config.vocab) + config.hidden * init_std(config) ** 2 / 2
     if not trained_before and abs(losses[0] - expected) > 0.2:
         wrong.append(f"first loss {losses[0]:.3f}, random weights have {expected:.3f}")
     if updating and not losses[-1] < losses[0]:

@@ -1,7 +1,7 @@
 """Rows out: documents packed into rows of T tokens, in an order that seed and epoch alone decide, with exact position.
 
     documents      ab|      c|       defg|           | ends a document: the tokenizer's eos
-    rows, T = 6    a b | c | d       e f g | a b     the last row goes on with the next epoch
+    rows, T = 6    a b | c | d       e f g | a b     one row a step: the second one goes on with the next epoch
     positions      0 1 2 0 1 0       0 1 2 3 0 1
     labels         b | - | - -       f g | - b -     - is -100
 
@@ -9,7 +9,7 @@ A document longer than the rest of its row goes on in the next one; each such pi
 positions begin at 0. No token is lost, none comes twice in an epoch. An end predicts nothing, neither does the last
 token of a row. Borders travel as lengths: a document of one token has position 0 and is seen all the same.
 
-The position is (epoch, document in the epoch's order, offset in it): no buffer waits beside it.
+The position is (epoch, document in the epoch's order, and where each row's reader is): no buffer waits beside it.
 """
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ class StepBatch:
     """The rows of one step, or of a validation: int32 [rows, T]; doc_start and doc_end within the row, 0 to T.
 
     supervised: labels that are not -100. num_tokens, sum_of_squares: of documents and of their pieces' lengths, padding
-    left out. epoch: passes over the documents that were complete before the step's last token.
+    left out. epoch: that of the last document taken for them, from 0.
     """
     tokens: np.ndarray
     labels: np.ndarray
@@ -194,6 +194,8 @@ class _Tokens:
 class Batches:
     """Training rows without end: `next_rows` gives a step's, `state` and `load_state` the exact place.
 
+    Each row of a step has a reader of its own, which reads a document to its end and then takes the next one of the
+    epoch's order: a step's rows come from as many documents, not from one that fills them all.
     fingerprint: what a run has to have in common with the one it goes on with.
     """
 
@@ -205,74 +207,73 @@ class Batches:
         if seed < 0:
             raise DataError(f"--seed {seed}: at least 0")
         self._tokens = _Tokens(documents, tokenizer, T)
-        self._T, self._rows, self._seed, self._pack = T, rows, seed, pack
+        self._T, self._seed, self._pack, self._names = T, seed, pack, documents.names
         self.fingerprint = {"documents": len(documents), "tokens": int(self._tokens.lengths.sum()),
                             "sha256": documents.fingerprint, "tokenizer": tokenizer.fingerprint}
+        # of each reader: document in the source's order and offset in it, or none before it takes one
+        self._readers: list[tuple[int, int] | None] = [None] * rows
         self._begin_epoch(0)
 
     def next_rows(self) -> StepBatch:
         """The next step's rows."""
-        pieces, epoch = (self._packed() if self._pack else self._padded())
-        return self._tokens.rows(pieces, self._T, epoch)
+        pieces: list[tuple[int, int, int]] = []
+        for reader in range(len(self._readers)):
+            pieces += self._row(reader)
+        self._drawn = pieces
+        return self._tokens.rows(_Pieces(*np.array(pieces, np.int64).T), self._T, self._epoch)
+
+    def drawn_from(self) -> list[str]:
+        """Names of the documents that the rows drawn last hold pieces of."""
+        return [self._names[document] for document in dict.fromkeys(document for document, _, _ in self._drawn) if document >= 0]
 
     def state(self) -> dict[str, Any]:
-        """The position in front of the next row, to be written as JSON. document: in the epoch's order."""
-        return {"seed": self._seed, "epoch": self._epoch, "document": self._document, "offset": self._offset,
+        """The position in front of the next row, to be written as JSON. document: the next one to be taken, in the epoch's
+        order. readers: [document in the source's order, offset] or null."""
+        return {"seed": self._seed, "epoch": self._epoch, "document": self._next, "readers": [r and list(r) for r in self._readers],
                 "fingerprint": self.fingerprint}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on at a position; DataError with the fields that differ if it is one of another order or other text."""
-        was, now = ({"seed": s["seed"]} | s["fingerprint"] for s in (state, self.state()))
+        was, now = ({"seed": s["seed"], "rows": len(s["readers"])} | s["fingerprint"] for s in (state, self.state()))
         differ = [f"{name}: {was.get(name)} -> {now.get(name)}" for name in was | now if was.get(name) != now.get(name)]
         if differ:
-            raise DataError(f"the position is of another run's data ({'; '.join(differ)}); go on with the same files, tokenizer "
-                            "and seed")
-        epoch, document, offset = (int(state[name]) for name in ("epoch", "document", "offset"))
-        self._begin_epoch(epoch)
-        if not (0 <= document < len(self._order) and 0 <= offset < self._tokens.lengths[self._order[document]]):
-            raise DataError(f"no such position in {len(self._order)} documents: document {document}, offset {offset}")
-        self._document, self._offset = document, offset
+            raise DataError(f"the position is of another run's data ({'; '.join(differ)}); go on with the same files, tokenizer, "
+                            "seed and rows a step")
+        readers = [r and (int(r[0]), int(r[1])) for r in state["readers"]]
+        lengths = self._tokens.lengths
+        known = all(r is None or (0 <= r[0] < len(lengths) and 0 <= r[1] < lengths[r[0]]) for r in readers)
+        if not known or not 0 <= state["document"] <= len(lengths):
+            raise DataError(f"no such position in {len(lengths)} documents: document {state['document']}, readers {state['readers']}")
+        self._begin_epoch(int(state["epoch"]))
+        self._next, self._readers = int(state["document"]), readers
 
     def _begin_epoch(self, epoch: int) -> None:
         # raw bits, sorted: numpy promises these for ever, but not what Generator.permutation makes of them
         bits = np.random.PCG64([self._seed, epoch]).random_raw(len(self._tokens.lengths))
         self._order = np.argsort(bits, kind="stable")
-        self._ends = np.cumsum(self._tokens.lengths[self._order])
-        self._epoch, self._document, self._offset = epoch, 0, 0
+        self._epoch, self._next = epoch, 0
 
-    def _advance(self, document: int, offset: int) -> None:
-        """Sets the position; offset may be one past the document's last token."""
-        if offset == self._tokens.lengths[self._order[document]]:
-            document, offset = document + 1, 0
-        if document == len(self._order):
+    def _take(self) -> tuple[int, int]:
+        """The next document of the order, from its first token."""
+        if self._next == len(self._order):
             self._begin_epoch(self._epoch + 1)
-        else:
-            self._document, self._offset = int(document), int(offset)
+        self._next += 1
+        return int(self._order[self._next - 1]), 0
 
-    def _packed(self) -> tuple[_Pieces, int]:
-        """Pieces of a step, and the epoch of the last one."""
-        parts, missing = [], self._rows * self._T
-        while missing:
-            epoch = self._epoch
-            part = self._tokens.stretch(self._order, self._ends, self._document, self._offset, missing)
-            self._advance(self._document + len(part.length) - 1, part.offset[-1] + part.length[-1])
-            missing -= int(part.length.sum())
-            parts.append(part)
-        return _Pieces.joined(parts).cut(self._T), epoch
-
-    def _padded(self) -> tuple[_Pieces, int]:
-        """As `_packed`, one piece a row and padding behind it."""
-        T, parts = self._T, []
-        for _ in range(self._rows):
-            epoch, document, offset = self._epoch, self._order[self._document], self._offset
+    def _row(self, reader: int) -> list[tuple[int, int, int]]:
+        """(document, offset, length) of the pieces that fill the reader's next row; document -1 is padding."""
+        pieces, missing = [], self._T
+        while missing and (self._pack or not pieces):
+            document, offset = self._readers[reader] or self._take()
             left = int(self._tokens.lengths[document]) - offset
-            # not T now and the end alone in a row of its own, in which nothing is supervised
-            length = T - 1 if left == T + 1 and T > 2 else min(left, T)
-            parts.append((document, offset, length))
-            if length < T:
-                parts.append((-1, 0, T - length))
-            self._advance(self._document, offset + length)
-        return _Pieces(*np.array(parts, np.int64).T), epoch
+            length = min(left, missing)
+            if not self._pack and left == self._T + 1 and self._T > 2:
+                # not T now and the end alone in a row of its own, in which nothing is supervised
+                length = self._T - 1
+            pieces.append((document, offset, length))
+            missing -= length
+            self._readers[reader] = (document, offset + length) if length < left else None
+        return pieces + [(-1, 0, missing)] * (missing > 0)
 
 
 def evaluation_rows(documents: Source, tokenizer: ByteTokenizer, T: int, max_rows: int) -> StepBatch:

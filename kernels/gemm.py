@@ -10,7 +10,8 @@
 M rows (tokens), N outputs, K inputs. Tiles: BM x BN of an output, BR of what is summed over, BE columns that the epilogue
 takes at a time. x, dy, out, residual are bf16, fp16 or fp32 with a row stride that may exceed the columns; W and bias are
 raw addresses of the same dtype; dW and db raw addresses of fp32. Sums are fp32, rounded once. Row strides are multiples of
-16 bytes (the TMA unit asks for it), but N is arbitrary where W has N rows and `out`, `dy` have padded ones (logits).
+16 bytes (the TMA unit asks for it), but N is arbitrary where W has N rows and `out`, `dy` have padded ones (logits): what
+pads a row up to 16 bytes may be overwritten.
 
 A persistent program takes every P-th tile of the output, in groups of GROUP rows of tiles whose operands stay in L2 while
 the columns go by. Descriptors (TMA) load and store: outside the matrix they read zero and write nothing, so that no size

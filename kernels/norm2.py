@@ -1,7 +1,7 @@
 """Sum of squares of an fp32 gradient, the count of what is not finite in it, and its rounded copy: one pass.
 
-    result[0] = sum of grad^2 in fp64          result[1] = number of NaN and inf
     out       = grad, rounded to nearest even
+    result[0] = sum of grad^2 in fp64          result[1] = number of NaN and inf in out
 
     grad  [n] fp32        out  [n] bf16 or fp32        result  [2] fp64
 
@@ -17,9 +17,9 @@ from kernels.launch import check_rows
 from kernels.rmsnorm import check_partials
 
 
-def norm2_ref(grad: torch.Tensor) -> torch.Tensor:
+def norm2_ref(grad: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Plain torch; fp64 [2]."""
-    return torch.stack([grad.double().square().sum(), (~grad.isfinite()).sum().double()])
+    return torch.stack([grad.double().square().sum(), (~grad.to(out_dtype).isfinite()).sum().double()])
 
 
 @triton.jit
@@ -30,11 +30,12 @@ def _norm2_partial(grad, out, partials, n, BLOCK: tl.constexpr, STAGES: tl.const
         # n passes 2^31 where an embedding of 152064 x 16384 is one gradient
         i = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         b_grad = tl.load(grad + i, mask=i < n, other=0.0)                      # [BLOCK]
-        tl.store(out + i, b_grad.to(out.dtype.element_ty), mask=i < n)
+        b_out = b_grad.to(out.dtype.element_ty)
+        tl.store(out + i, b_out, mask=i < n)
         b_wide = b_grad.to(tl.float64)
         b_sum += b_wide * b_wide
-        # an exponent of all ones
-        b_count += ((b_grad.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000).to(tl.int32)
+        # an exponent of all ones; of the rounded gradient, which the update reads: 3.4e38 is finite in fp32, not in bf16
+        b_count += ((b_out.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000).to(tl.int32)
     tl.store(partials + tl.program_id(0), tl.sum(b_sum, 0))
     tl.store(partials + tl.num_programs(0) + tl.program_id(0), tl.sum(b_count, 0).to(tl.float64))
 

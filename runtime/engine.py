@@ -77,7 +77,7 @@ class Engine:
         self._tied_grads = layouts[0].bind(buffers.tied_grads) if c.tied else None
         self._block = Block(c, ops, buffers.workspace)
         self._final = Head(c, ops, buffers.head, buffers.workspace.partials)
-        self._batch_here, self._verdicts_here = streams.event(), streams.event()
+        self._batch_here, self._computed, self._verdicts_here = streams.event(), streams.event(), streams.event()
         self._slab_of: dict[int, Slab] = {}
         # what the launcher waited for on the host since the last span: (cause, host time it was through)
         self._waited: list[tuple[str, float]] = []
@@ -87,8 +87,7 @@ class Engine:
 
     def begin(self, micro_batches: Sequence[MicroBatch], supervised: int) -> None:
         """Launches forward and backward; returns while they run. supervised: tokens with a label, of all micro-batches."""
-        if supervised < 1:
-            raise ValueError("no token of this step is supervised: there is no loss to take a mean of")
+        _check_supervised(micro_batches, supervised)
         self.streams.clock.start()
         self._upload(micro_batches)
         self._forward(keep=True)
@@ -102,6 +101,8 @@ class Engine:
     def decide(self) -> StepResult:
         """Reads norm, finite flags and loss, the step's one wait for the device; hands the gradients to the optimizer."""
         d2h = self.streams.d2h
+        self.streams.compute.record(self._computed)
+        d2h.wait(self._computed)
         d2h.copy(self._host_verdicts, self.buffers.verdicts)
         d2h.record(self._verdicts_here)
         self._verdicts_here.wait_host()
@@ -130,7 +131,8 @@ class Engine:
     # reading only
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Sum of the losses of all supervised tokens, with settled weights; changes nothing."""
+        """Sum of the losses of all supervised tokens, with settled weights; changes nothing. ValueError if there are none."""
+        _check_supervised(micro_batches)
         self._upload(micro_batches)
         self._forward(keep=False)
         self._visit(self.head_unit, "loss", self._losses)
@@ -267,13 +269,12 @@ class Engine:
 
     def _visit(self, unit: int, what: str, fn, *args) -> None:
         """Computes with a unit's weights: behind their copy, in front of the slot's next one."""
-        used = [self._fetch(unit)]
-        if unit == self.head_unit and self.shape.config.tied:
-            used.append(self._fetch(0))
-        after = []
+        units = [unit, 0] if unit == self.head_unit and self.shape.config.tied else [unit]
+        used = [self._fetch(each) for each in units]
+        after = [("update", self.optimizer.updated_at[each]) for each in units]
         for slots, number in used:
             self.streams.compute.wait(slots.ready(number))
-            after += [("update", self.optimizer.updated_at[unit]), ("weights", slots.ready(number).mark)]
+            after.append(("weights", slots.ready(number).mark))
         self._span(what, fn, *args, after=after)
         for slots, number in used:
             slots.release(number)
@@ -298,6 +299,15 @@ class Engine:
                 self.optimizer.wait_updated(unit)
                 names += self.optimizer.left_out.pop(unit)
         return names
+
+
+def _check_supervised(micro_batches: Sequence[MicroBatch], claimed: int | None = None) -> None:
+    """ValueError if nothing is supervised, or not as much as the caller divides by."""
+    supervised = sum(int((batch.labels >= 0).sum()) for batch in micro_batches)
+    if not supervised:
+        raise ValueError("no token of these micro-batches is supervised: there is no loss to take a mean of")
+    if claimed is not None and claimed != supervised:
+        raise ValueError(f"{claimed} supervised tokens claimed, the labels have {supervised}")
 
 
 def _zero_gaps(grads: Weights) -> None:

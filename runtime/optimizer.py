@@ -68,6 +68,11 @@ class AdamW:
                           self.weight_decay if decay else 0.0, applied + 1)
 
 
+def update_threads(cores: int) -> int:
+    """How many threads update: the launcher and the thread that hands out ranges keep a core each, where there are some."""
+    return max(1, cores - 2)
+
+
 def clip_factor(norm: float, max_norm: float) -> float:
     """What gradients are multiplied with: never above 1, and 1 for a norm of 0."""
     return min(1.0, max_norm / (norm + _NORM_EPS))

@@ -1,6 +1,7 @@
 """The flags of train.py: one table of defaults, and what a resumed run takes from its first start. Needs no torch."""
 import argparse
 import dataclasses
+import math
 from typing import Any
 
 from model.config import PRESETS, preset
@@ -42,14 +43,16 @@ class Options:
 
 
 # the small model is for trying things: short rows, a high learning rate, a minute; the others are for training
-_TINY = dict(seq=256, batch=16, steps=400, lr=4e-3, warmup=20, sample=160)
+_TINY = dict(seq=128, batch=16, steps=260, lr=4e-3, warmup=20, sample=160)
 _LARGE = dict(seq=4096, batch=8, steps=1000, lr=3e-4, warmup=50, sample=0)
 _COMMON = dict(data=None, micro_batch=None, pack=True, schedule="cosine", weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8,
                clip="exact", max_norm=1.0, grads="bf16", seed=1, host_memory=None, threads=None, eval_every=0, log_every=1,
                save=True, save_every=0, keep_checkpoints=2, wandb="offline")
 
-# a run that is resumed goes on with these or is another run
-FIXED = ("model", "data", "seq", "batch", "pack", "seed", "precision")
+# a run that is resumed goes on with these or is another run; its text too, by content (runtime/checkpoint.check_same_run)
+FIXED = ("model", "seq", "batch", "pack", "seed", "precision")
+# weights are drawn from seed * 1,000,003 + unit, which has to stay below 2^64
+MAX_SEED = (1 << 32) - 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,12 +69,12 @@ def parser() -> argparse.ArgumentParser:
             given = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper()[0])
             g.add_argument("--" + name.replace("_", "-"), default=None, help=text, **given)
     group("model and data", model=(str, f"one of {', '.join(PRESETS)} (tiny)"),
-          seq=(int, "tokens in a sequence (tiny 256, others 4096)"), seed=(int, "of weights, order and sampling (1)"))
+          seq=(int, "tokens in a sequence (tiny 128, others 4096)"), seed=(int, "of weights, order and sampling (1)"))
     p.add_argument("--data", nargs="+", default=None, metavar="FILE", help="UTF-8 text, one document a file (the sources of Python's "
                    "standard library)")
     p.add_argument("--no-pack", dest="pack", action="store_false", default=None, help="a row holds one document and padding")
     group("step", batch=(int, "sequences a step (tiny 16, others 8)"), micro_batch=(int, "sequences that pass a layer together (planned)"),
-          steps=(int, "steps of the whole run (tiny 400, others 1000)"), tokens=(int, "the same in tokens, instead of --steps"))
+          steps=(int, "steps of the whole run (tiny 260, others 1000)"), tokens=(int, "the same in tokens, instead of --steps"))
     group("update", lr=(float, "highest learning rate (tiny 4e-3, others 3e-4)"),
           schedule=(("cosine", "linear", "wsd", "constant"), "after the warm-up (cosine, to 0)"),
           warmup=(int, "steps of linear warm-up (tiny 20, others 50)"), weight_decay=(float, "of matrices, times the learning rate (0.1)"),
@@ -82,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
           precision=(("bf16", "fp32"), "working weights and activations (bf16 on a GPU, fp32 on a CPU); masters are fp32"),
           grads=(("bf16", "fp32"), "in which gradients leave the device (bf16; fp32 with --precision fp32)"),
           host_memory=(str, "bytes this run may use, as 128GiB or 1.5TB (what the machine has free)"),
-          threads=(int, "of the CPU's AdamW (all cores)"))
+          threads=(int, "of the CPU's AdamW (cores - 2, at least 1)"))
     group("report", eval_every=(int, "steps between validations (0: at the end)"),
           log_every=(int, "steps that a loss in metrics.jsonl covers (1)"),
           sample=(int, "tokens to generate at the end (tiny 160, others 0)"), save_every=(int, "steps between checkpoints (0: at the end)"),
@@ -109,7 +112,10 @@ def resolve(given: argparse.Namespace, saved: dict[str, Any] | None, has_gpu: bo
     if given.tokens is not None:
         if given.steps is not None:
             raise UserError("--tokens and --steps both given; one of them decides how long the run is")
-        values["steps"] = -(-given.tokens // (values["batch"] * values["seq"]))
+        if given.tokens < 1:
+            raise UserError(f"--tokens {given.tokens}: at least 1")
+        # of what is below 1, _check tells
+        values["steps"] = -(-given.tokens // max(values["batch"] * values["seq"], 1))
     _check(values)
     changes = [f"{name}: {saved[name]} -> {values[name]}" for name in sorted(saved or {}) if saved[name] != values[name]]
     other = [change for change in changes if change.split(":")[0] in FIXED]
@@ -122,14 +128,18 @@ def _check(values: dict[str, Any]) -> None:
     for name in ("seq", "batch", "steps", "log_every", "keep_checkpoints", "micro_batch", "threads"):
         if values[name] is not None and values[name] < 1:
             raise UserError(f"{_flag(name)} {values[name]}: at least 1")
-    for name in ("lr", "warmup", "weight_decay", "eval_every", "save_every", "sample", "eps"):
-        if not values[name] >= 0:
-            raise UserError(f"{_flag(name)} {values[name]}: at least 0")
+    for name in ("lr", "warmup", "weight_decay", "eval_every", "save_every", "sample", "seed"):
+        if not 0 <= values[name] < math.inf:
+            raise UserError(f"{_flag(name)} {values[name]}: at least 0" + ", and finite" * isinstance(values[name], float))
+    if values["seed"] > MAX_SEED:
+        raise UserError(f"--seed {values['seed']}: at most {MAX_SEED}")
     for name in ("beta1", "beta2"):
         if not 0 <= values[name] < 1:
             raise UserError(f"{_flag(name)} {values[name]}: from 0 to below 1")
-    if not values["max_norm"] > 0:
-        raise UserError(f"--max-norm {values['max_norm']}: above 0; --clip none does not clip")
+    # eps 0: a parameter whose gradients were all 0 would get 0 / 0
+    for name, hint in (("eps", ""), ("max_norm", "; --clip none does not clip")):
+        if not 0 < values[name] < math.inf:
+            raise UserError(f"{_flag(name)} {values[name]}: above 0, and finite{hint}")
 
 
 def _flag(name: str) -> str:

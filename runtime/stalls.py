@@ -43,8 +43,12 @@ def measure(clock, ended: float, updates: list[tuple[int, float, float]]) -> Ste
     timeline += [("update", f"u{unit}", clock.seconds(begin), clock.seconds(end)) for unit, begin, end in updates]
     busy: dict[str, float] = dict.fromkeys(("compute", "h2d", "d2h", "update"), 0.0)
     moved: dict[str, int] = dict.fromkeys(("h2d", "d2h"), 0)
-    for stream, _, begin, end in timeline:
-        busy[stream] += end - begin
+    # threads work on several updates at once: overlapping stretches count once
+    for name in busy:
+        now = float("-inf")
+        for begin, end in sorted((begin, end) for stream, _, begin, end in timeline if stream == name):
+            busy[name] += max(end - max(begin, now), 0.0)
+            now = max(now, end)
     for span in spans:
         if span.num_bytes:
             moved[span.stream] += span.num_bytes

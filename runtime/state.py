@@ -20,8 +20,14 @@ from runtime.host_adamw import join, split
 
 # parameters made at a time when weights are drawn
 _INIT_CHUNK = 1 << 26
-# GPT-2's; projections into the residual stream get it divided by sqrt(2 L), arXiv 1909.08053 section 3
-INIT_STD = 0.02
+
+
+def init_std(c: ModelConfig) -> float:
+    """Standard deviation of a fresh matrix; those that write into the residual stream get it over sqrt(2 L).
+
+    Source: Nguyen & Salazar, arXiv 1910.05895, section 2.2; Shoeybi et al., arXiv 1909.08053, section 3.
+    """
+    return math.sqrt(2 / (5 * c.hidden))
 
 
 def unit_layouts(c: ModelConfig) -> list[Layout]:
@@ -63,12 +69,12 @@ class HostState:
                        for unit in self.units]
 
     def initialize(self, seed: int, device: torch.device | str = "cpu", progress: Callable[[int], None] | None = None) -> None:
-        """Random weights: normal(0, 0.02), norms 1, biases 0; moments 0. Drawn on `device`, the same bits for the same
+        """Random weights: normal(0, init_std), norms 1, biases 0; moments 0. Drawn on `device`, the same bits for the same
         seed and device kind."""
         for unit, layout in enumerate(self.layouts):
             generator = torch.Generator(device).manual_seed(seed * 1_000_003 + unit)
             for name, span in layout.tensors.items():
-                std = INIT_STD / math.sqrt(2 * self.config.layers) if name in ("o", "down") else INIT_STD
+                std = init_std(self.config) / (math.sqrt(2 * self.config.layers) if name in ("o", "down") else 1)
                 for begin in range(span.offset, span.end, _INIT_CHUNK):
                     n = min(_INIT_CHUNK, span.end - begin)
                     if "norm" in name or "bias" in name:

@@ -116,20 +116,24 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 class LossMean:
-    """Token-weighted mean of the losses since the last `take`: what a row that covers several steps reports."""
+    """Token-weighted mean of the losses since the last `take`: what a row that covers several steps reports.
+
+    steps: (loss, tokens) since then; a loss that was not finite may come back from a checkpoint as None.
+    """
 
     def __init__(self):
-        self._steps: list[tuple[float, int]] = []
+        self.steps: list[tuple[float | None, int]] = []
 
     def add(self, loss: float | None, tokens: int) -> None:
         """loss: mean over the step's `tokens` supervised tokens, nats; None (no loss was formed) leaves the step out,
         NaN does not."""
         if loss is not None and tokens > 0:
-            self._steps.append((float(loss), tokens))
+            self.steps.append((float(loss), tokens))
 
     def take(self) -> float | None:
         """The mean, or None if no step had a loss; begins anew."""
-        steps, self._steps = self._steps, []
+        steps = [(math.nan if loss is None else loss, n) for loss, n in self.steps]
+        self.steps = []
         if len({loss for loss, _ in steps}) == 1:
             # not loss * n / n, which may be an ulp off
             return steps[0][0]

@@ -37,6 +37,7 @@ class Trainer:
         try:
             self.state = HostState(plan.request.config, plan.shape.dtype, self.memory)
             self._slabs = self._make_slabs()
+            self._batch = [torch.empty(0, dtype=torch.uint8)] * 2
             self.optimizer = HostOptimizer(self.state, adamw, threads, plan.shape.grad_dtype)
             self.lay_out(plan)
         except BaseException:
@@ -48,7 +49,7 @@ class Trainer:
         self.plan, s, c = plan, plan.shape, plan.request.config
         # the old arena has to go before the new one is taken
         self.engine = None
-        batch, verdicts = self.memory.allocate("batch", [4 * s.micro_batches * len(BATCH_ARRAYS) * s.N, 8 * 3 * (c.layers + 2)])
+        batch, verdicts = self._host_batch(4 * s.micro_batches * len(BATCH_ARRAYS) * s.N, 8 * 3 * (c.layers + 2))
         arena = Arena(plan.request.device, sum(size for name, size in plan.device.items() if name != "reserve"), s.dtype)
         buffers = Buffers.take(s, arena.take)
         for table, values in zip((buffers.workspace.cos, buffers.workspace.sin), rope_tables(c, s.T, arena.device), strict=True):
@@ -59,6 +60,12 @@ class Trainer:
         self.engine = Engine(s, self.state, self.optimizer, Slabs(self._slabs, buffers.stages, self.streams), self.streams, buffers,
                              batch.view(torch.int32).view(s.micro_batches, len(BATCH_ARRAYS), s.N),
                              verdicts.view(torch.float64).view(-1, 3), self.ops)
+
+    def _host_batch(self, *sizes: int) -> list[torch.Tensor]:
+        """Pinned memory of these sizes; what an earlier plan took is used again if it is enough."""
+        if any(have.numel() < size for have, size in zip(self._batch, sizes, strict=True)):
+            self._batch = self.memory.allocate("batch", sizes)
+        return [have[:size] for have, size in zip(self._batch, sizes, strict=True)]
 
     def _make_slabs(self) -> list[Slab]:
         s, request = self.plan.shape, self.plan.request

@@ -2,7 +2,7 @@
 import os
 
 # as train.py sets it, before torch is imported: threads that spin for each other take ten times as long on a busy machine
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

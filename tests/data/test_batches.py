@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data.batches import MASKED, Batches, evaluation_rows, lay_out, one_document, split
-from data.sources import DataError, open_source
+from data.sources import DataError, Source, open_source
 from data.tokenizer import ByteTokenizer
 from tests.data.make import documents, of_lengths, pieces, same
 
@@ -102,16 +102,15 @@ def test_DATA6_little_data_repeats_and_counts_its_epochs(tmp_path):
     train, validation = split(open_source([str(tmp_path / "tiny.txt")]))
     assert train is validation and train.validation_is_training_text
     source = batches(train, 64, 8)
-    stream, epochs = [], []
-    for _ in range(5):
-        batch = source.next_rows()
-        stream += batch.tokens.ravel().tolist()
-        epochs.append(batch.epoch)
+    steps = []
+    for i in range(5):
+        steps.append(source.next_rows())
         # a row holds three copies and more, each a document of its own
-        assert all(len(piece) <= 21 for piece in pieces(batch)) and len(pieces(batch)) >= 8 * 4
-    assert stream == ([*text, E] * 122)[: 5 * 512]
-    assert epochs == [(512 * (i + 1) - 1) // 21 for i in range(5)]
-    assert source.state()["epoch"] == 5 * 512 // 21
+        assert all(len(piece) <= 21 for piece in pieces(steps[-1])) and len(pieces(steps[-1])) >= 8 * 4
+        # every copy is an epoch, and each of the 8 rows has begun this many
+        assert steps[-1].epoch == source.state()["epoch"] == 8 * -(-64 * (i + 1) // 21) - 1
+    for row in np.concatenate([step.tokens for step in steps], 1).tolist():
+        assert row == ([*text, E] * 16)[: 5 * 64]
 
 
 @PACK
@@ -168,14 +167,16 @@ def test_DATA8_the_packer_does_not_clog(pack):
     many = [b"x" * 32] * 200 + [b"short"]
     for texts in (records, many):
         source, tokens = batches(documents(*texts), 32, 4, pack=pack), 0
-        places = [(0, 0, 0)]
+        places = []
         while source.state()["epoch"] < 2:
+            places.append(source.state())
             batch = source.next_rows()
             tokens += batch.num_tokens
             assert ((batch.labels != MASKED).sum(1) > 0).all()
-            places.append(tuple(source.state()[name] for name in ("epoch", "document", "offset")))
-        assert places == sorted(set(places))
-        assert tokens >= 2 * sum(len(t) + 1 for t in texts)
+        order = [(p["epoch"], p["document"]) for p in places]
+        assert order == sorted(order) and all(a != b for a, b in zip(places, places[1:], strict=False))
+        # all of two epochs, but for what four readers have before them
+        assert tokens >= 2 * sum(len(t) + 1 for t in texts) - 4 * max(len(t) + 1 for t in texts)
 
 
 def test_DATA9_same_order():
@@ -183,8 +184,8 @@ def test_DATA9_same_order():
     total = int(source.lengths.sum()) + 58
 
     def epochs(seed, T):
-        """Tokens of epochs 0 and 1 under this seed."""
-        made, stream = batches(source, T, 3, seed), []
+        """Tokens of epochs 0 and 1 under this seed, through one reader."""
+        made, stream = batches(source, T, 1, seed), []
         while len(stream) < 2 * total:
             stream += made.next_rows().tokens.ravel().tolist()
         return stream[:total], stream[total: 2 * total]
@@ -194,6 +195,22 @@ def test_DATA9_same_order():
     # the order is that of seed and epoch, whatever the rows are
     assert one == epochs(1, 23)
     assert epochs(2, 16)[0] != one[1]
+
+
+def test_DATA9_every_reader_reads_documents_to_their_end():
+    source = of_lengths(*range(20, 60))
+    made = batches(source, 8, 3)
+    steps = [made.next_rows() for _ in range(80)]
+    rows = np.concatenate([step.tokens for step in steps], 1)
+    assert all(same(a, b) for a, b in zip(steps[:1], [batches(source, 8, 3).next_rows()], strict=True))
+    assert not same(steps[0], batches(source, 8, 3, seed=2).next_rows())
+    begun = []
+    for row in rows.tolist():
+        text = bytes(t if t != E else 0 for t in row).split(b"\0")
+        assert all(len(set(t)) == 1 and len(t) == t[0] + 18 for t in text[:-1])
+        begun += [t[0] for t in text if t]
+    # 40 documents an epoch, each begun once before one is begun again
+    assert sorted(set(begun)) == list(range(1, 41)) and max(map(begun.count, begun)) - min(map(begun.count, begun)) <= 1
 
 
 def test_DATA9_evaluating_changes_nothing():
@@ -213,7 +230,8 @@ def test_CKPT9_position_in_later_epochs(pack):
     for _ in range(260):
         states.append(json.loads(json.dumps(made.state())))
         steps.append(made.next_rows())
-    assert [s["epoch"] for s in states] == [i // 125 for i in range(260)]
+    # an epoch begins when its first document is taken
+    assert [s["epoch"] for s in states] == [max(i - 1, 0) // 125 for i in range(260)]
     assert not same(steps[0], steps[125]) or not same(steps[1], steps[126])
     for stop in (124, 125, 126, 200, 250):
         resumed = batches(source, 8, 1, pack=pack)
@@ -230,7 +248,7 @@ def test_CKPT10_position_packed():
     for _ in range(case["rows_done"]):
         assert len(pieces(made.next_rows())) == case["documents_a_row"]
     state = made.state()
-    assert (state["document"], state["offset"]) == (case["next_document"], 0) != (case["wrong_rows_counted_as_documents"], 0)
+    assert state["document"] == case["next_document"] != case["wrong_rows_counted_as_documents"] and state["readers"] == [None]
     resumed = batches(source, case["seq"], 1)
     resumed.load_state(state)
     assert all(same(resumed.next_rows(), made.next_rows()) for _ in range(12))
@@ -243,7 +261,7 @@ def test_CKPT10_every_stop_within_a_document(pack):
     for _ in range(40):
         states.append(made.state())
         steps.append(made.next_rows())
-    assert any(s["offset"] for s in states)
+    assert any(reader and reader[1] for s in states for reader in s["readers"])
     for i, state in enumerate(states):
         resumed = batches(source, 8, 2, pack=pack)
         resumed.load_state(state)
@@ -259,10 +277,13 @@ def test_CKPT12_a_position_of_other_data_is_refused():
     assert "seed:" not in str(refused.value) and "tokens:" not in str(refused.value)
     with pytest.raises(DataError, match=r"documents: 2 -> 3; tokens: 9 -> 11"):
         batches(documents(b"abc", b"defg", b"h"), 8, 2).load_state(state)
-    # the same files, another row length and number of rows: the position holds
-    batches(documents(b"abc", b"defg"), 4, 3).load_state(state)
-    with pytest.raises(DataError, match="no such position"):
-        batches(documents(b"abc", b"defg"), 8, 2).load_state(state | {"document": 2})
+    with pytest.raises(DataError, match=r"\(rows: 2 -> 3\)"):
+        batches(documents(b"abc", b"defg"), 8, 3).load_state(state)
+    # the same files and rows of another length: the position holds
+    batches(documents(b"abc", b"defg"), 4, 2).load_state(state)
+    for wrong in ({"document": 3}, {"readers": [[0, 4], None]}, {"readers": [[2, 0], None]}):
+        with pytest.raises(DataError, match="no such position"):
+            batches(documents(b"abc", b"defg"), 8, 2).load_state(state | wrong)
 
 
 def test_OPT1_without_packing_a_row_holds_one_document_and_padding():

@@ -84,7 +84,7 @@ def test_LOSS6_chunks_change_no_loss_and_no_gradient(device, empty):
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [100, 4096, 5000])
 def test_LOSS6_any_chunk_is_as_exact_as_torch_at_the_real_vocabulary(chunk, empty):
-    check(4096, 64, 152064, torch.float32, "cuda", empty, chunk)
+    check(4096, 64, 152064, torch.bfloat16, "cuda", empty, chunk)
 
 
 def test_losses_alone_are_the_losses_with_gradients(device, empty):

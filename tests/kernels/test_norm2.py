@@ -20,7 +20,7 @@ def test_the_sum_of_squares_is_fp64s_and_the_copy_is_exact(n, empty, device):
     grad = torch.randn(n, device=device) * 10 ** torch.empty(n, device=device).uniform_(-6, 3)
     result, out = run(grad, empty)
     # n additions in another order
-    assert abs(result[0] / norm2_ref(grad)[0] - 1) <= n * torch.finfo(torch.float64).eps
+    assert abs(result[0] / norm2_ref(grad, out.dtype)[0] - 1) <= n * torch.finfo(torch.float64).eps
     assert result[1] == 0 and torch.equal(out, grad)
 
 
@@ -30,6 +30,12 @@ def test_the_copy_is_rounded_as_torch_rounds(n, dtype, empty, device):
     grad = torch.randn(n, device=device)
     grad[:6] = torch.tensor([-0.0, 1e-45, 1.00390625, 1.01171875, 3.4e38, -1e-39])
     assert torch.equal(run(grad, empty, dtype)[1], grad.to(dtype))
+
+
+@pytest.mark.gpu
+def test_what_is_finite_in_fp32_and_not_in_bf16_is_counted(empty):
+    grad = torch.tensor([1.0, 3.4e38, float("nan"), -2.0], device="cuda")
+    assert run(grad, empty, torch.bfloat16)[0][1] == 2 and run(grad, empty)[0][1] == 1
 
 
 def test_NUM2_four_gradients_of_1e20_have_a_norm_of_2e20(empty, device):

@@ -30,7 +30,7 @@ def test_LOSS2_a_step_without_supervision_is_refused_and_the_run_goes_on(clip):
     with trainer(TINY, clip=clip) as made:
         seen = losses(train(made, steps[:1]))
         before = state_bytes(made)
-        with pytest.raises(ValueError, match="no token of this step is supervised"):
+        with pytest.raises(ValueError, match="no token of these micro-batches is supervised"):
             made.step([masked(b) for b in steps[1]], 0)
         assert state_bytes(made) == before and made.state.applied_steps == 1
         assert seen + losses(train(made, steps[2:])) == expected
