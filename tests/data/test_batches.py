@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data.batches import MASKED, Batches, evaluation_rows, lay_out, one_document, split
-from data.sources import DataError, Source, open_source
+from data.sources import DataError, open_source
 from data.tokenizer import ByteTokenizer
 from tests.data.make import documents, of_lengths, pieces, same
 
