@@ -16,7 +16,8 @@ RESULTS = Path(__file__).parent / "results"
 def machine() -> dict[str, Any]:
     """GPU, driver, versions and commit of this run."""
     facts = {"python": platform.python_version(), "torch": torch.__version__, "triton": _version("triton"), "numba": _version("numba"),
-             "commit": _git("rev-parse", "--short", "HEAD"), "dirty": bool(_git("status", "--porcelain"))}
+             # None outside a checkout
+             "commit": _git("rev-parse", "--short", "HEAD") or None, "dirty": bool(_git("status", "--porcelain"))}
     if torch.cuda.is_available():
         driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
         facts |= {"gpu": torch.cuda.get_device_name(), "driver": driver.stdout.strip()}

@@ -9,7 +9,7 @@ A document longer than the rest of its row goes on in the next one; each such pi
 positions begin at 0. No token is lost, none comes twice in an epoch. An end predicts nothing, neither does the last
 token of a row. Borders travel as lengths: a document of one token has position 0 and is seen all the same.
 
-The position is (epoch, document in the epoch's order, and where each row's reader is): no buffer waits beside it.
+The position is (epoch, stretch in the epoch's order, and where each row's reader is): no buffer waits beside it.
 """
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -194,8 +194,9 @@ class _Tokens:
 class Batches:
     """Training rows without end: `next_rows` gives a step's, `state` and `load_state` the exact place.
 
-    Each row of a step has a reader of its own, which reads a document to its end and then takes the next one of the
-    epoch's order: a step's rows come from as many documents, not from one that fills them all.
+    Each row of a step has a reader of its own, which reads a stretch to its end and then takes the next one of the epoch's
+    order: a step's rows come from as many documents, not from one that fills them all. A stretch is a document, or a part
+    of one that holds more than a row's share of all tokens: so the readers of a single long text are apart too.
     fingerprint: what a run has to have in common with the one it goes on with.
     """
 
@@ -210,9 +211,21 @@ class Batches:
         self._T, self._seed, self._pack, self._names = T, seed, pack, documents.names
         self.fingerprint = {"documents": len(documents), "tokens": int(self._tokens.lengths.sum()),
                             "sha256": documents.fingerprint, "tokenizer": tokenizer.fingerprint}
-        # of each reader: document in the source's order and offset in it, or none before it takes one
+        self._cut_stretches(rows)
+        # of each reader: stretch in the source's order and offset in it, or none before it takes one
         self._readers: list[tuple[int, int] | None] = [None] * rows
         self._begin_epoch(0)
+
+    def _cut_stretches(self, rows: int) -> None:
+        """Document, offset in it and length of each stretch. Whole rows, and a last one that is never an end alone."""
+        lengths, T = self._tokens.lengths, self._T
+        self._longest = longest = T * max(1, -(-int(lengths.sum()) // (rows * T)))
+        parts = np.maximum(-(-(lengths - 1) // longest), 1)
+        last = np.cumsum(parts) - 1
+        self._documents = np.repeat(np.arange(len(lengths)), parts)
+        self._begins = (np.arange(len(self._documents)) - np.repeat(last - parts + 1, parts)) * longest
+        self._lengths = np.full(len(self._documents), longest)
+        self._lengths[last] = lengths - self._begins[last]
 
     def next_rows(self) -> StepBatch:
         """The next step's rows."""
@@ -227,34 +240,35 @@ class Batches:
         return [self._names[document] for document in dict.fromkeys(document for document, _, _ in self._drawn) if document >= 0]
 
     def state(self) -> dict[str, Any]:
-        """The position in front of the next row, to be written as JSON. document: the next one to be taken, in the epoch's
-        order. readers: [document in the source's order, offset] or null."""
-        return {"seed": self._seed, "epoch": self._epoch, "document": self._next, "readers": [r and list(r) for r in self._readers],
-                "fingerprint": self.fingerprint}
+        """The position in front of the next row, to be written as JSON. stretch: the next one to be taken, in the epoch's
+        order. readers: [stretch in the source's order, offset] or null."""
+        return {"seed": self._seed, "epoch": self._epoch, "stretch": self._next, "longest": self._longest,
+                "readers": [r and list(r) for r in self._readers], "fingerprint": self.fingerprint}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on at a position; DataError with the fields that differ if it is one of another order or other text."""
-        was, now = ({"seed": s["seed"], "rows": len(s["readers"])} | s["fingerprint"] for s in (state, self.state()))
+        was, now = ({"seed": s["seed"], "rows": len(s["readers"]), "longest stretch": s["longest"]} | s["fingerprint"]
+                    for s in (state, self.state()))
         differ = [f"{name}: {was.get(name)} -> {now.get(name)}" for name in was | now if was.get(name) != now.get(name)]
         if differ:
             raise DataError(f"the position is of another run's data ({'; '.join(differ)}); go on with the same files, tokenizer, "
-                            "seed and rows a step")
+                            "seed and rows a step, as long")
         readers = [r and (int(r[0]), int(r[1])) for r in state["readers"]]
-        lengths = self._tokens.lengths
+        lengths = self._lengths
         known = all(r is None or (0 <= r[0] < len(lengths) and 0 <= r[1] < lengths[r[0]]) for r in readers)
-        if not known or not 0 <= state["document"] <= len(lengths):
-            raise DataError(f"no such position in {len(lengths)} documents: document {state['document']}, readers {state['readers']}")
+        if not known or not 0 <= state["stretch"] <= len(lengths):
+            raise DataError(f"no such position in {len(lengths)} stretches: {state['stretch']}, readers {state['readers']}")
         self._begin_epoch(int(state["epoch"]))
-        self._next, self._readers = int(state["document"]), readers
+        self._next, self._readers = int(state["stretch"]), readers
 
     def _begin_epoch(self, epoch: int) -> None:
         # raw bits, sorted: numpy promises these for ever, but not what Generator.permutation makes of them
-        bits = np.random.PCG64([self._seed, epoch]).random_raw(len(self._tokens.lengths))
+        bits = np.random.PCG64([self._seed, epoch]).random_raw(len(self._lengths))
         self._order = np.argsort(bits, kind="stable")
         self._epoch, self._next = epoch, 0
 
     def _take(self) -> tuple[int, int]:
-        """The next document of the order, from its first token."""
+        """The next stretch of the order, from its first token."""
         if self._next == len(self._order):
             self._begin_epoch(self._epoch + 1)
         self._next += 1
@@ -264,15 +278,15 @@ class Batches:
         """(document, offset, length) of the pieces that fill the reader's next row; document -1 is padding."""
         pieces, missing = [], self._T
         while missing and (self._pack or not pieces):
-            document, offset = self._readers[reader] or self._take()
-            left = int(self._tokens.lengths[document]) - offset
+            stretch, offset = self._readers[reader] or self._take()
+            left = int(self._lengths[stretch]) - offset
             length = min(left, missing)
             if not self._pack and left == self._T + 1 and self._T > 2:
                 # not T now and the end alone in a row of its own, in which nothing is supervised
                 length = self._T - 1
-            pieces.append((document, offset, length))
+            pieces.append((int(self._documents[stretch]), int(self._begins[stretch]) + offset, length))
             missing -= length
-            self._readers[reader] = (document, offset + length) if length < left else None
+            self._readers[reader] = (stretch, offset + length) if length < left else None
         return pieces + [(-1, 0, missing)] * (missing > 0)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data.batches import MASKED, Batches, evaluation_rows, lay_out, one_document, split
-from data.sources import DataError, open_source
+from data.sources import DataError, Source, open_source
 from data.tokenizer import ByteTokenizer
 from tests.data.make import documents, of_lengths, pieces, same
 
@@ -151,7 +151,7 @@ def test_DATA7_every_token_once_an_epoch_and_in_order(length, pack):
     source = batches(documents(*text), 8, 1, pack=pack)
     got, orders = [], []
     while source.state()["epoch"] == 0:
-        orders.append(source.state()["document"])
+        orders.append(source.state()["stretch"])
         batch = source.next_rows()
         # what is padding or of the next epoch stands behind
         got += batch.tokens.ravel()[: batch.num_tokens].tolist()
@@ -173,7 +173,7 @@ def test_DATA8_the_packer_does_not_clog(pack):
             batch = source.next_rows()
             tokens += batch.num_tokens
             assert ((batch.labels != MASKED).sum(1) > 0).all()
-        order = [(p["epoch"], p["document"]) for p in places]
+        order = [(p["epoch"], p["stretch"]) for p in places]
         assert order == sorted(order) and all(a != b for a, b in zip(places, places[1:], strict=False))
         # all of two epochs, but for what four readers have before them
         assert tokens >= 2 * sum(len(t) + 1 for t in texts) - 4 * max(len(t) + 1 for t in texts)
@@ -213,6 +213,30 @@ def test_DATA9_every_reader_reads_documents_to_their_end():
     assert sorted(set(begun)) == list(range(1, 41)) and max(map(begun.count, begun)) - min(map(begun.count, begun)) <= 1
 
 
+@PACK
+def test_DATA9_the_rows_of_one_long_document_are_apart(pack):
+    # the second one's end would be alone in a row
+    for length in (1000, 1025, 100_003):
+        text = np.random.default_rng(0).integers(97, 123, length - 1).astype(np.uint8).tobytes()
+        made = batches(documents(text), 16, 4, pack=pack)
+        rows, share = [[], [], [], []], -(-length // 64) * 16
+        for _ in range(share // 16 + 1):
+            state, batch = made.state(), made.next_rows()
+            for row, tokens, borders in zip(rows, batch.tokens.tolist(), batch.doc_end.tolist(), strict=True):
+                row += tokens if pack else tokens[: borders[0]]
+            assert (batch.labels != MASKED).any(1).all()
+        # each row first reads a part of the text, and together they read all of it
+        parts = [[*text, E][i: i + share] for i in range(0, length, share)]
+        heads = {tuple(part[:16]): part for part in parts}
+        assert len(heads) == 4 and sorted(heads) == sorted(tuple(row[:16]) for row in rows)
+        assert all(row[:len(heads[tuple(row[:16])])] == heads[tuple(row[:16])] for row in rows)
+        resumed = batches(documents(text), 16, 4, pack=pack)
+        resumed.load_state(state)
+        assert same(resumed.next_rows(), batch)
+        with pytest.raises(DataError, match="longest stretch: "):
+            batches(documents(text), 1000, 4, pack=pack).load_state(state)
+
+
 def test_DATA9_evaluating_changes_nothing():
     source = of_lengths(*range(2, 60))
     plain, disturbed = batches(source, 16, 3), batches(source, 16, 3)
@@ -248,7 +272,7 @@ def test_CKPT10_position_packed():
     for _ in range(case["rows_done"]):
         assert len(pieces(made.next_rows())) == case["documents_a_row"]
     state = made.state()
-    assert state["document"] == case["next_document"] != case["wrong_rows_counted_as_documents"] and state["readers"] == [None]
+    assert state["stretch"] == case["next_document"] != case["wrong_rows_counted_as_documents"] and state["readers"] == [None]
     resumed = batches(source, case["seq"], 1)
     resumed.load_state(state)
     assert all(same(resumed.next_rows(), made.next_rows()) for _ in range(12))
@@ -281,7 +305,7 @@ def test_CKPT12_a_position_of_other_data_is_refused():
         batches(documents(b"abc", b"defg"), 8, 3).load_state(state)
     # the same files and rows of another length: the position holds
     batches(documents(b"abc", b"defg"), 4, 2).load_state(state)
-    for wrong in ({"document": 3}, {"readers": [[0, 4], None]}, {"readers": [[2, 0], None]}):
+    for wrong in ({"stretch": 3}, {"stretch": -1}, {"readers": [[0, 4], None]}, {"readers": [[2, 0], None]}):
         with pytest.raises(DataError, match="no such position"):
             batches(documents(b"abc", b"defg"), 8, 2).load_state(state | wrong)
 
@@ -342,6 +366,43 @@ def test_one_document_is_a_micro_batch():
     micro = one_document([7, 5, 6])
     assert micro.labels.tolist() == [5, 6, MASKED] and micro.doc_end.tolist() == [3, 3, 3]
     assert micro.positions.tolist() == [0, 1, 2] and micro.order.tolist() == [1, 2, 0] and micro.supervised == 2
+
+
+@PACK
+@pytest.mark.parametrize("T", [2, 127, 128, 129, 8191])
+def test_POS7_lengths(T, pack):
+    batch = batches(of_lengths(127, 128, 129, 8191, 20000), T, 3, pack=pack).next_rows()
+    assert batch.tokens.shape == (3, T) and (batch.labels[:, -1] == MASKED).all()
+    rows = np.arange(T)
+    assert np.array_equal(batch.positions, rows - batch.doc_start) and (batch.doc_end > rows).all() and batch.doc_end.max() == T
+    inside = batch.doc_end - 1 > rows
+    if pack:
+        assert np.array_equal(batch.labels[inside], batch.tokens[:, 1:][inside[:, :-1]]) and (batch.labels[~inside] == MASKED).all()
+
+
+def test_rows_name_the_documents_that_they_were_drawn_from():
+    made = batches(of_lengths(3, 3, 40), 2, 1, pack=False)
+    drawn = []
+    for _ in range(30):
+        first = made.next_rows().tokens[0, 0]
+        assert first == E or made.drawn_from() == [f"{first - 1}.txt"]
+        drawn += made.drawn_from()
+    assert {*drawn} == {"0.txt", "1.txt", "2.txt"}
+
+
+def test_the_standard_library_is_ready_within_a_second():
+    began = time.perf_counter()
+    train, validation = split(open_source(None))
+    batches(train, 256, 16).next_rows()
+    evaluation_rows(validation, BYTES, 256, 64)
+    assert time.perf_counter() - began < 1.0
+
+
+def test_a_million_documents_are_split_within_a_second():
+    began = time.perf_counter()
+    source = Source(np.full(4_000_000, 97, np.uint8), np.arange(1_000_000) * 4, np.full(1_000_000, 4), ["a.txt"] * 1_000_000, "")
+    train, validation = split(source)
+    assert len(validation) == 20_000 and len(train) == 980_000 and time.perf_counter() - began < 1.0
 
 
 def test_a_step_of_32k_tokens_is_drawn_within_5_ms():
