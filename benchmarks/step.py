@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks import report
+from data.batches import lay_out
 from model.config import ModelConfig, preset
 from model.flops import KEEPS, step_flops
 from model.layout import num_params
@@ -37,26 +38,6 @@ from runtime.trainer import Trainer, choose_ops
 
 WARM_UP = 2
 MODES = ("train", "no update", "resident")
-
-
-@dataclasses.dataclass
-class RandomBatch:
-    """A micro-batch of whole sequences; see model.block.Batch."""
-    tokens: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray
-    doc_start: np.ndarray
-    doc_end: np.ndarray
-    order: np.ndarray
-
-    @classmethod
-    def draw(cls, rng: np.random.Generator, vocab: int, rows: int, T: int) -> "RandomBatch":
-        tokens = rng.integers(0, vocab, (rows, T), dtype=np.int32)
-        labels = np.roll(tokens, -1, 1)
-        labels[:, -1] = -100
-        start = np.repeat(np.arange(rows, dtype=np.int32) * T, T)
-        return cls(tokens.ravel(), labels.ravel(), np.tile(np.arange(T, dtype=np.int32), rows), start, start + np.int32(T),
-                   np.argsort(tokens.ravel(), kind="stable").astype(np.int32))
 
 
 class NoUpdate:
@@ -144,7 +125,9 @@ def measure(trainer: Trainer, plan, num_steps: int, mode: str) -> dict:
     if mode == "resident":
         engine.slabs = StayingSlabs(engine.slabs.slabs, engine.buffers.stages, engine.streams)
     rng = np.random.default_rng(0)
-    micro_batches = [RandomBatch.draw(rng, config.vocab, shape.micro_rows, T) for _ in range(shape.micro_batches)]
+    lengths = np.full(shape.micro_rows, T)
+    micro_batches = [lay_out(rng.integers(0, config.vocab, shape.N, dtype=np.int32), lengths, T).micro_batch(0, shape.micro_rows)
+                     for _ in range(shape.micro_batches)]
     supervised = request.rows * (T - 1)
     results, ends = [], []
     if torch.cuda.is_available():
