@@ -110,8 +110,9 @@ class Run:
         s = "" if data["documents"] == 1 else "s"
         line = f"data  {data['documents']} document{s}, {data['tokens']} tokens; {o.steps} steps take {o.steps * o.batch * o.seq}"
         line += f": {passes:.3g} times all of it" if o.pack else ", padding among them"
-        return line + ("\n  validation is on the training text: there is too little to hold any out" if self.validates_on_training_text
-                       else "")
+        if self.validates_on_training_text:
+            line += "\n  validation is on the training text: there is too little to hold any out"
+        return line
 
     def _open(self, opened: contextlib.ExitStack) -> None:
         """Takes the run directory, host memory and the device; draws or loads the weights."""
@@ -273,7 +274,8 @@ class Run:
             if token == self.tokenizer.eos:
                 break
             tokens.append(token)
-        return self.tokenizer.decode(tokens)
+        # what a model writes may hold control characters, which a terminal obeys
+        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in self.tokenizer.decode(tokens))
 
     def _say(self, line: str) -> None:
         self.progress.note(line) if hasattr(self, "progress") else print(line, flush=True)

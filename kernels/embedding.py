@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import check_address, check_rows
-from kernels.rmsnorm import check_partials
+from kernels.launch import check_address, check_partials, check_rows
 
 
 def embedding_ref(tokens: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

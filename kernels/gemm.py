@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels.launch import ALIGNMENT_BYTES, INTERPRET, capability, check_address, check_rows, num_sms
+from kernels.launch import ALIGNMENT_BYTES, INTERPRET, capability, check_address, check_partials, num_sms
 
 # rows of linear_bias_grad's scratch: each is the sum of one slice of the rows of dy
 BIAS_GRAD_PARTIALS = 32
@@ -349,11 +349,11 @@ def bias_grad_partials_shape(N: int) -> tuple[int, int]:
 def linear_bias_grad(dy: torch.Tensor, db_addr: int, *, partials: torch.Tensor, accumulate: bool) -> None:
     """Writes, or adds to, db [N] fp32 = the column sums of dy [M, N], in an order that M and N alone decide.
 
-    partials: fp32 scratch of `bias_grad_partials_shape(N)`. Raises ValueError as `linear` does.
+    partials: fp32 scratch, `bias_grad_partials_shape(N)` or more. Raises ValueError as `linear` does.
     """
     M, N = dy.shape
     check_matrix("dy", dy, M, N, dy.dtype)
-    check_rows("partials", partials, *bias_grad_partials_shape(N))
+    check_partials(partials, *bias_grad_partials_shape(N))
     check_address("db", db_addr)
     # 64 columns of bf16 are a 128-byte line
     BN = 64

@@ -5,6 +5,7 @@ pointer after the cast (`tl.multiple_of(addr.to(tl.pointer_type(...)), 16)`), an
 launch, an address that would make the hint a lie.
 """
 import functools
+import math
 import os
 
 import torch
@@ -56,3 +57,10 @@ def check_rows(name: str, x: torch.Tensor, *shape: int) -> None:
     """Raises ValueError, naming the tensor, unless `x` is contiguous and has `shape`."""
     if tuple(x.shape) != shape or not x.is_contiguous():
         raise ValueError(f"{name}: shape {tuple(x.shape)}, strides {x.stride()}; wanted {shape}, contiguous")
+
+
+def check_partials(partials: torch.Tensor, *shape: int) -> None:
+    """Raises ValueError unless `partials` is contiguous fp32 and holds at least `shape`."""
+    if partials.dtype != torch.float32 or not partials.is_contiguous() or partials.numel() < math.prod(shape):
+        raise ValueError(f"partials: {partials.dtype} {tuple(partials.shape)}, strides {partials.stride()}; "
+                         f"wanted at least {shape} of fp32, contiguous")

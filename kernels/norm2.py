@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import check_rows
-from kernels.rmsnorm import check_partials
+from kernels.launch import check_partials, check_rows
 
 
 def norm2_ref(grad: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

@@ -11,13 +11,11 @@ A row is read once and stays in registers. Backward keeps a sum of dw a program;
 order, so the bits depend on N and on the number of multiprocessors, never on timing.
 Source: Zhang & Sennrich 2019, arXiv 1910.07467, section 4.
 """
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import check_address, check_rows, num_sms
+from kernels.launch import check_address, check_partials, check_rows, num_sms
 
 
 def rmsnorm_ref(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
@@ -112,13 +110,6 @@ def _num_programs(D: int) -> int:
 def rmsnorm_partials_shape(D: int) -> tuple[int, int]:
     """fp32 scratch that `rmsnorm_backward` needs: one sum of dw a program."""
     return _num_programs(D), D
-
-
-def check_partials(partials: torch.Tensor, *shape: int) -> None:
-    """Raises ValueError unless `partials` is contiguous fp32 and holds at least `shape`."""
-    if partials.dtype != torch.float32 or not partials.is_contiguous() or partials.numel() < math.prod(shape):
-        raise ValueError(f"partials: {partials.dtype} {tuple(partials.shape)}, strides {partials.stride()}; "
-                         f"wanted at least {shape} of fp32, contiguous")
 
 
 def sum_partials(partials: torch.Tensor, P: int, D: int, dw_addr: int, *, accumulate: bool) -> None:

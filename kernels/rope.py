@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import check_address, check_rows, num_sms
-from kernels.rmsnorm import check_partials, rmsnorm_ref, sum_partials
+from kernels.launch import check_address, check_partials, check_rows, num_sms
+from kernels.rmsnorm import rmsnorm_ref, sum_partials
 
 
 def rope_ref(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, H: int, K: int, Dh: int, *,

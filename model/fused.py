@@ -1,20 +1,16 @@
 """The operations of a block on our Triton kernels, under the names that model/block.py calls: weights by address.
 
-Scratch for ordered reductions is one flat fp32 buffer, `partials_elements` large; each operation sees it in its shape.
+Scratch for ordered reductions is one flat fp32 buffer, `partials_elements` large, that all of them share.
 """
 import math
 
-import torch
-
-from kernels import gemm
-from kernels import rope as rotary
 from kernels.attention import attention, attention_backward
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.embedding import embedding, embedding_backward, embedding_partials_shape
-from kernels.gemm import linear, linear_dgrad, linear_dgrad_swiglu, linear_wgrad
+from kernels.gemm import bias_grad_partials_shape, linear, linear_bias_grad, linear_dgrad, linear_dgrad_swiglu, linear_wgrad
 from kernels.norm2 import norm2, norm2_partials_shape
 from kernels.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_partials_shape
-from kernels.rope import rope
+from kernels.rope import rope, rope_backward, rope_partials_shape
 from kernels.swiglu import swiglu
 from model.config import ModelConfig
 from model.layout import Weights
@@ -31,24 +27,6 @@ def operand(w: Weights, name: str) -> int:
 
 def partials_elements(c: ModelConfig, N: int) -> int:
     """fp32 elements of scratch that any operation asks for with N rows."""
-    shapes = (rmsnorm_partials_shape(c.hidden), rotary.rope_partials_shape(c.head_dim), gemm.bias_grad_partials_shape(c.qkv_width),
+    shapes = (rmsnorm_partials_shape(c.hidden), rope_partials_shape(c.head_dim), bias_grad_partials_shape(c.qkv_width),
               embedding_partials_shape(N, c.hidden), norm2_partials_shape())
     return max(math.prod(shape) for shape in shapes)
-
-
-def linear_bias_grad(dy: torch.Tensor, db_addr: int, *, partials: torch.Tensor, accumulate: bool) -> None:
-    """kernels.gemm.linear_bias_grad on flat scratch."""
-    shape = gemm.bias_grad_partials_shape(dy.shape[1])
-    gemm.linear_bias_grad(dy, db_addr, partials=_as(partials, shape), accumulate=accumulate)
-
-
-def rope_backward(dqkv: torch.Tensor, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, H: int, K: int,
-                  Dh: int, *, partials: torch.Tensor | None = None, **norms) -> None:
-    """kernels.rope.rope_backward on flat scratch."""
-    if partials is not None:
-        partials = _as(partials, rotary.rope_partials_shape(Dh))
-    rotary.rope_backward(dqkv, qkv, cos, sin, positions, H, K, Dh, partials=partials, **norms)
-
-
-def _as(partials: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return partials.view(-1)[: math.prod(shape)].view(shape)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from model.errors import UserError
+from runtime.telemetry import METRICS_FILE
 
 FORMAT = 1
 MANIFEST, META, LOCK, CONFIG, CHECKPOINTS = "manifest.json", "meta.json", "lock", "config.json", "checkpoints"
@@ -459,8 +460,10 @@ def newest(run_dir: Path | str) -> tuple[dict[str, Any], Records]:
 
 
 def claim(run_dir: Path | str, config: Mapping[str, Any], resuming: bool) -> None:
-    """Writes config.json; UserError if the directory holds another run and this is not its resumption."""
-    path = Path(run_dir) / CONFIG
-    if path.exists() and not resuming:
+    """Writes config.json; UserError if the directory holds another run and this is not its resumption. A run that ended
+    before its first step holds nothing."""
+    path, metrics = Path(run_dir) / CONFIG, Path(run_dir) / METRICS_FILE
+    begun = (path.parent / CHECKPOINTS).exists() or (metrics.exists() and metrics.stat().st_size > 0)
+    if begun and not resuming:
         raise UserError(f"--run {run_dir}: holds a run already; go on with it by --resume {run_dir}, or take another directory")
     path.write_bytes(_json(config))

@@ -30,7 +30,8 @@ from tests.runtime.make import ops_with
 
 ROOT = Path(__file__).parents[1]
 CASES = ROOT / "tests" / "cases"
-NANO = ModelConfig("nano", layers=2, hidden=64, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=257, max_positions=8192, tied=True)
+NANO = ModelConfig("nano", layers=2, hidden=64, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=257, max_positions=8192,
+                   tied=True)
 TEXTS = ["".join(chr(97 + (i * i + k * i) % 23) for i in range(10 + 37 * k)) for k in range(8)]
 
 
@@ -249,18 +250,15 @@ def test_LOSS2_a_step_without_supervision_changes_nothing_and_the_run_goes_on(ru
     assert math.isfinite(got.rows[6]["val/loss"])
 
 
-def test_LOSS10_the_mean_leaves_the_empty_step_out(nano_run, monkeypatch):
+def test_LOSS10_the_mean_leaves_the_empty_step_out(nano_run, text, monkeypatch):
+    # rows that hold one piece each have equally many tokens
+    names = text(["abcdefg" * 300, "abc" * 100])
     masked_steps(monkeypatch, 2)
     losses, step = iter([3.0, 2.0, 1.0]), Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda self, batches, supervised, meanwhile: dataclasses.replace(
         step(self, batches, supervised, meanwhile), loss=next(losses)))
-    # each row of the other steps has equally many tokens
-    monkeypatch.setattr("runtime.engine._check_supervised", lambda *_: None)
-    next_rows = Batches.next_rows
-    monkeypatch.setattr(Batches, "next_rows", lambda self: (lambda b: dataclasses.replace(b, supervised=10 * (b.supervised > 0)))(
-        next_rows(self)))
-    got = nano_run("--log-every", 4)
-    assert got.code == 0 and got.each("data/supervised") == [10, 0, 10, 10]
+    got = nano_run("--log-every", 4, "--data", *names)
+    assert got.code == 0 and got.each("data/supervised") == [4 * 31, 0, 4 * 31, 4 * 31]
     assert got.rows[4]["train/loss"] == json.loads((CASES / "empty_step.json").read_text())["right_mean"] == 2.0
     assert got.rows[2]["train/loss"] is None and got.rows[2]["train/skipped"] and got.meta(4)["applied_steps"] == 3
 
@@ -306,12 +304,12 @@ def test_LOG5_an_error_in_an_updating_thread_ends_the_run(nano_run, monkeypatch)
         nano_run("--steps", 1000, "--save-every", 1)
     assert time.perf_counter() - failed[0] < 5.0
     assert not [thread for thread in threading.enumerate() if thread.name == "adamw"]
-    last = Path("run/checkpoints")
-    whole = sorted(path.name for path in last.iterdir())
-    # two are kept; the step whose update failed is not among them
+    # the step whose update failed has a row but no checkpoint; those before it are whole
     rows = [json.loads(line)["train/step"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    assert whole and all(checkpoint.verify(last / name, deep=True) is None for name in whole)
-    assert int(whole[-1][5:]) < rows[-1] or calls[0] < 20
+    saved = sorted(Path("run/checkpoints").iterdir())
+    assert [path.name for path in saved] == [f"step-{step:08d}" for step in (rows[-1] - 2, rows[-1] - 1)]
+    for path in saved:
+        checkpoint.verify(path, deep=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
@@ -436,6 +434,13 @@ def test_tokens_are_steps(nano_run, run, text):
     assert got.code == 0 and len(got.rows) == 3
 
 
+def test_LOG6_what_a_model_writes_is_no_command_to_the_terminal(nano_run):
+    # all bytes are about equally likely in an untrained model
+    got = nano_run("--steps", 1, "--lr", 0, "--sample", 300)
+    sample = got.err.partition("sample: def ")[2].partition("\nsaved ")[0]
+    assert "\ufffd" in sample and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", sample)
+
+
 def test_all_presets_are_listed(run):
     got = run("--list-models")
     assert got.code == 0 and not got.run_dir.exists()
@@ -531,6 +536,18 @@ def test_a_directory_that_holds_another_run_is_refused(nano_run):
     assert both.code == 2 and "--run other" in both.err and tree(first.run_dir) == before
 
 
+def test_a_run_that_ended_before_its_first_step_leaves_its_name_free(nano_run, monkeypatch):
+    with monkeypatch.context() as patch:
+        def out_of_memory(*_):
+            raise checkpoint.UserError("host memory: 12 GiB wanted, 3 GiB pinned")
+        patch.setattr(Trainer, "lay_out", out_of_memory)
+        failed = nano_run()
+        assert failed.code == 2 and failed.err == "error: host memory: 12 GiB wanted, 3 GiB pinned\n"
+    assert nano_run().code == 0
+    # without checkpoints, the rows say that there was a run
+    assert nano_run("--no-save", name="rows").code == 0 and nano_run("--no-save", name="rows").code == 2
+
+
 def test_CKPT4_too_little_room_is_refused_before_anything_is_written(nano_run, tmp_path, monkeypatch):
     usage = checkpoint.shutil.disk_usage("/")
     before = tree(tmp_path)
@@ -564,10 +581,11 @@ def test_a_model_that_does_not_fit_is_refused_with_the_largest_that_does(run, te
     before = tree(tmp_path)
     got = run("--model", "120b", "--data", *names, "--seq", 1024, "--batch", 1)
     assert got.code == 2 and got.out.startswith("plan  120b: ") and "masters" in got.out and tree(tmp_path) == before
-    missing, = re.findall(r"error: --model 120b: ([\d.]+) (\w+) of host memory missing; the largest model that fits is --model (\S+)\n",
-                          got.err)
+    said = re.fullmatch(r"error: --model 120b: ([\d.]+) TiB of host memory missing; the largest model that fits is --model (\S+)\n",
+                        got.err)
     # 12 bytes a parameter are wanted, and gradients beside them
-    assert missing[1] == "TiB" and 1.3 < float(missing[0]) < 2.0
-    assert run("--model", missing[2], "--data", *names, "--seq", 1024, "--batch", 1, "--plan").code == 0
-    larger = list(PRESETS)[list(PRESETS).index(missing[2]) + 1]
+    missing, largest = said.groups()
+    assert 1.3 < float(missing) < 2.0
+    assert run("--model", largest, "--data", *names, "--seq", 1024, "--batch", 1, "--plan").code == 0
+    larger = list(PRESETS)[list(PRESETS).index(largest) + 1]
     assert run("--model", larger, "--data", *names, "--seq", 1024, "--batch", 1, "--plan").code == 2

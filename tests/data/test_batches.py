@@ -377,7 +377,8 @@ def test_POS7_lengths(T, pack):
     assert np.array_equal(batch.positions, rows - batch.doc_start) and (batch.doc_end > rows).all() and batch.doc_end.max() == T
     inside = batch.doc_end - 1 > rows
     if pack:
-        assert np.array_equal(batch.labels[inside], batch.tokens[:, 1:][inside[:, :-1]]) and (batch.labels[~inside] == MASKED).all()
+        assert np.array_equal(batch.labels[inside], batch.tokens[:, 1:][inside[:, :-1]])
+        assert (batch.labels[~inside] == MASKED).all()
 
 
 def test_rows_name_the_documents_that_they_were_drawn_from():

@@ -123,35 +123,47 @@ def test_POS7_any_length(T):
     torch.testing.assert_close(dx, x_leaf.grad, rtol=1e-9, atol=1e-9)
 
 
+WIDE = {name: dataclasses.replace(c, hidden=576, heads=9, kv_heads=3 if c.kv_heads > 1 else 1, head_dim=64, ffn=1536)
+        for name, c in VARIANTS.items()}
+
+
+@pytest.mark.parametrize("c", [TINY, VARIANTS["both"]], ids=["plain", "both"])
+def test_fused_block_is_as_exact_as_torch(c, device):
+    judge_fused(c, (), (13, 1, 26), torch.float32, device)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("c", [dataclasses.replace(c, hidden=576, heads=9, kv_heads=3 if c.kv_heads > 1 else 1, head_dim=64, ffn=1536)
-                               for c in VARIANTS.values()], ids=VARIANTS)
+@pytest.mark.parametrize("c", WIDE.values(), ids=WIDE)
 @pytest.mark.parametrize("keep", [(), tuple(SAVED)], ids=["recomputed", "kept"])
 def test_fused_block_is_as_exact_as_torch_in_bf16(c, keep):
-    """Output and every gradient of the kernels against fp64; the peer is the reference in bf16 on the same GPU."""
+    judge_fused(c, keep, (129, 1, 700, 213), torch.bfloat16, "cuda")
+
+
+def judge_fused(c, keep, lengths, dtype, device):
+    """Output and every gradient of the kernels against fp64, and twice the same bits; the peer is the reference in the same
+    dtype on the same device."""
     from model import fused
-    batch, x, dy, flat = inputs(c, lengths=(129, 1, 700, 213))
+    batch, x, dy, flat = inputs(c, lengths)
     exact = run(c, (), batch, x, dy, flat)
     names = tuple(name for part in keep for name in SAVED[part])
-    fused_run, peer = (_bf16_run(c, ops, names, x, dy, flat) for ops in (fused, reference))
-    again = _bf16_run(c, fused, names, x, dy, flat)
-    judge(fused_run[0], exact=exact[0], peer=peer[0])
-    judge(fused_run[1], exact=exact[1], peer=peer[1])
+    ours, again, peer = (run_as(c, ops, names, lengths, x, dy, flat, dtype, device) for ops in (fused, fused, reference))
+    for which in range(2):
+        judge(ours[which], exact=exact[which], peer=peer[which])
     for name in exact[2].layout.tensors:
-        judge(fused_run[2].view(name), exact=exact[2].view(name), peer=peer[2].view(name))
-        assert torch.equal(fused_run[2].view(name), again[2].view(name)), f"{name}: two runs, different bits"
+        judge(ours[2].view(name), exact=exact[2].view(name), peer=peer[2].view(name))
+        assert torch.equal(ours[2].view(name), again[2].view(name)), f"{name}: two runs, different bits"
 
 
-def _bf16_run(c, ops, names, x, dy, flat):
-    layout, bf16, N = block_layout(c), torch.bfloat16, len(x)
-    batch = packed([129, 1, 700, 213], c.vocab, 0).on("cuda")
-    block = Block(c, ops, workspace(c, N, bf16, "cuda", ops.partials_elements(c, N)))
-    saved = saved_buffers(c, N, names, bf16, "cuda")
-    x, dx = x.to("cuda", bf16), dy.to("cuda", bf16)
+def run_as(c, ops, names, lengths, x, dy, flat, dtype, device):
+    """As `run`, with these operations in this dtype; gradients start as NaN."""
+    layout, N = block_layout(c), len(x)
+    batch = packed(list(lengths), c.vocab, 0).on(device)
+    block = Block(c, ops, workspace(c, N, dtype, device, ops.partials_elements(c, N)))
+    saved = saved_buffers(c, N, names, dtype, device)
+    x, dx = x.to(device, dtype), dy.to(device, dtype)
     y = torch.full_like(x, float("nan"))
-    grads = layout.bind(torch.full((layout.numel,), float("nan"), device="cuda"))
-    w = layout.bind(flat.to("cuda", bf16))
+    grads = layout.bind(torch.full((layout.numel,), float("nan"), device=device))
+    w = layout.bind(flat.to(device, dtype))
     block.forward(w, x, batch, saved, y)
     block.backward(w, x, batch, saved, dx, grads, accumulate=False)
-    torch.cuda.synchronize()
     return y, dx, grads
