@@ -89,6 +89,7 @@ class Run:
         # of the newest checkpoint, and of the last row with a loss and rates
         self.saved_step = self.rated_step = 0
         self.complete = False
+        self.progress = self.times = None
 
     def main(self, plan_only: bool) -> int:
         from runtime.plan import refuse_unless_fits
@@ -181,6 +182,7 @@ class Run:
             micro = self.plan.shape.micro_rows
             result = self.trainer.step([batch.micro_batch(i, micro) for i in range(0, o.batch, micro)], batch.supervised, self._draw)
             self._note(result)
+            self.times = result.times
             self.mean.add(result.loss, batch.supervised)
             row |= {"train/grad_norm": result.grad_norm, "train/lr": result.lr, "train/skipped": result.skipped}
             row |= result.times.metrics()
@@ -206,6 +208,7 @@ class Run:
     def _rates(self, sum_of_squares: int) -> dict:
         """Loss and speed of the steps since the last row that had them; attention's FLOPs by this step's documents."""
         from model.flops import step_flops
+        from runtime.report import memory_metrics
         o, now = self.options, time.perf_counter()
         seconds = (now - self.row_began) / (self.step - self.rated_step)
         self.row_began, self.rated_step = now, self.step
@@ -214,6 +217,7 @@ class Run:
         self.progress.update(self.step, loss, tokens / seconds)
         flops = step_flops(self.config, tokens, sum_of_squares)
         row = {"perf/step_s": seconds, "perf/tokens_per_s": tokens / seconds, "perf/model_tflops": flops / seconds / 1e12}
+        row |= memory_metrics()
         return row if loss is None else {"train/loss": loss} | row
 
     def _validate(self) -> dict:
@@ -230,6 +234,7 @@ class Run:
     # end
 
     def _finish(self) -> int:
+        from runtime.report import stall_line
         o = self.options
         if self.step == o.steps and o.sample:
             self._say(f"sample: {self._sample(o.sample)}")
@@ -238,6 +243,8 @@ class Run:
         if self.skipped_steps or self.empty_steps:
             print(f"left out since this start: {self.skipped_steps} not finite, {self.empty_steps} with nothing supervised",
                   file=sys.stderr)
+        if self.times:
+            print(f"report  last {stall_line(self.times)}")
         print(f"run     {self.run_dir}: metrics.jsonl, config.json" + (", checkpoints/" if o.save else ""))
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             print(f"error: {MAX_SKIPPED_IN_A_ROW} steps in a row were not finite: lower --lr, or look at the data of these steps",
@@ -278,7 +285,7 @@ class Run:
         return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in self.tokenizer.decode(tokens))
 
     def _say(self, line: str) -> None:
-        self.progress.note(line) if hasattr(self, "progress") else print(line, flush=True)
+        self.progress.note(line) if self.progress else print(line, flush=True)
 
 
 def _some(names: list[str]) -> str:

@@ -43,7 +43,7 @@ class Options:
 
 
 # the small model is for trying things: short rows, a high learning rate, a minute; the others are for training
-_TINY = dict(seq=128, batch=16, steps=260, lr=4e-3, warmup=20, sample=160)
+_TINY = dict(seq=128, batch=16, steps=230, lr=4e-3, warmup=20, sample=160)
 _LARGE = dict(seq=4096, batch=8, steps=1000, lr=3e-4, warmup=50, sample=0)
 _COMMON = dict(data=None, micro_batch=None, pack=True, schedule="cosine", weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8,
                clip="exact", max_norm=1.0, grads="bf16", seed=1, host_memory=None, threads=None, eval_every=0, log_every=1,
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
                    "standard library)")
     p.add_argument("--no-pack", dest="pack", action="store_false", default=None, help="a row holds one document and padding")
     group("step", batch=(int, "sequences a step (tiny 16, others 8)"), micro_batch=(int, "sequences that pass a layer together (planned)"),
-          steps=(int, "steps of the whole run (tiny 260, others 1000)"), tokens=(int, "the same in tokens, instead of --steps"))
+          steps=(int, "steps of the whole run (tiny 230, others 1000)"), tokens=(int, "the same in tokens, instead of --steps"))
     group("update", lr=(float, "highest learning rate (tiny 4e-3, others 3e-4)"),
           schedule=(("cosine", "linear", "wsd", "constant"), "after the warm-up (cosine, to 0)"),
           warmup=(int, "steps of linear warm-up (tiny 20, others 50)"), weight_decay=(float, "of matrices, times the learning rate (0.1)"),

@@ -1,4 +1,8 @@
 """What a run prints besides its plan: the table of models, the report at the end."""
+import resource
+
+import torch
+
 from model.config import PRESETS
 from model.layout import num_params
 from runtime.plan import STATE_BYTES
@@ -16,6 +20,14 @@ def model_table() -> str:
                      f"{', tied' if c.tied else ''}{', qkv bias' if c.qkv_bias else ''}{', q/k norm' if c.qk_norm else ''}")
     lines.append(f"state: masters and moments, {STATE_BYTES} B a parameter, in host memory; a token: its boundary activations in bf16")
     return "\n".join(lines)
+
+
+def memory_metrics() -> dict[str, float]:
+    """Most memory so far, GiB, for metrics.jsonl: mem/*."""
+    row = {"mem/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20}
+    if torch.cuda.is_available():
+        row["mem/hbm_peak_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
+    return row
 
 
 def stall_line(times: StepTimes) -> str:
