@@ -124,8 +124,7 @@ def refuse_unless_fits(plan: Plan, ops: types.ModuleType) -> None:
                if num_params(c) < num_params(plan.request.config) and plan.request.T <= c.max_positions
                and not make_plan(dataclasses.replace(plan.request, config=c), plan.machine, ops).missing]
     hint = f"the largest model that fits is --model {fitting[0].name}" if fitting else "no preset fits with this --batch and --seq"
-    raise UserError(f"--model {plan.request.config.name}: {lack} missing; {hint} (--host-memory SIZE if this machine has more "
-                    "than it shows)")
+    raise UserError(f"--model {plan.request.config.name}: {lack} missing; {hint}")
 
 
 def host_table(s: Shape, clip: str, num_slabs: int) -> dict[str, int]:
