@@ -117,12 +117,12 @@ class Run:
 
     def _open(self, opened: contextlib.ExitStack) -> None:
         """Takes the run directory, host memory and the device; draws or loads the weights."""
-        from model.layout import num_params
         from runtime import checkpoint
         from runtime.host import CudaPinner, NoPinner
         from runtime.optimizer import AdamW, Schedule, update_threads
         from runtime.plan import STATE_BYTES
         from runtime.progress import Progress, taking_memory
+        from runtime.state import unit_layouts
         from runtime.streams import cpu_streams, cuda_streams
         from runtime.telemetry import LossMean, MetricsLog, Wandb
         from runtime.trainer import Trainer
@@ -133,8 +133,11 @@ class Run:
             checkpoint.check_same_run(self.saved, config, ("model", "data"))
         if o.save:
             saves = 1 + (o.steps // o.save_every if o.save_every else 0)
-            checkpoint.check_space(self.run_dir, STATE_BYTES * num_params(self.config), keep=o.keep_checkpoints, saves=saves)
-        opened.enter_context(checkpoint.RunLock(self.run_dir))
+            one = checkpoint.required_bytes(STATE_BYTES * layout.num_params for layout in unit_layouts(self.config))
+            checkpoint.check_space(self.run_dir, one, keep=o.keep_checkpoints, saves=saves)
+        lock = opened.enter_context(checkpoint.RunLock(self.run_dir))
+        if lock.stale:
+            self._say(f"{self.run_dir}: its last run ({lock.stale}) ended without letting go; taken over")
         checkpoint.claim(self.run_dir, config, resuming=self.saved is not None)
         adamw = AdamW(Schedule(o.schedule, o.lr, o.warmup, o.steps), o.beta1, o.beta2, o.eps, o.weight_decay, o.clip, o.max_norm)
         self.wandb = Wandb(o.wandb, self.run_dir, config, self.run_dir.name)

@@ -14,7 +14,6 @@ import math
 import os
 import platform
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,13 +136,6 @@ def memlock_bytes() -> int | None:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
-
-def disk_free_bytes(path: str | os.PathLike) -> int:
-    """Bytes this user may still write at `path`, which need not exist yet: its nearest existing parent is asked."""
-    place = Path(path).absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
 
 
 def parse_bytes(text: str, flag: str) -> int:

@@ -125,9 +125,6 @@ class HostOptimizer:
         self._updated[unit].clear()
         self._jobs.put(_Job(unit, slab, factor, applied))
 
-    def is_updated(self, unit: int) -> bool:
-        return self._updated[unit].is_set()
-
     def wait_updated(self, unit: int) -> None:
         """Blocks until the unit's last submitted update is through; raises what a thread died of."""
         while not self._updated[unit].wait(timeout=0.2):
