@@ -15,6 +15,7 @@ keys and walks over the rows and the query heads that read it, a program of dQ o
 writer and no atomics, and bits depend on shapes and documents alone.
 
 Tiles of q, k, v and dout come through descriptors (TMA), which read zero behind row N, whatever the memory there holds.
+On Hopper the wider heads in 16 bits take kernels/attention_hopper.py's kernels, which do the same with fewer waits.
 Source: Dao 2023, arXiv 2307.08691 (FlashAttention-2), sections 3.1 and 3.2; scores in base 2 as there.
 """
 import math
@@ -24,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import attention_hopper
 from kernels.launch import INTERPRET, capability, check_address, check_rows
 
 HEAD_WIDTHS = (16, 32, 64, 128, 256)
@@ -274,6 +276,11 @@ def launch_options(kernel: str, dtype: torch.dtype, H: int, K: int, Dh: int) -> 
     return tile, {"H": H, "K": K, "Dh": Dh, "BM": tile.BM, "BN": tile.BN, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
+def on_hopper(kernel: str, dtype: torch.dtype, Dh: int) -> bool:
+    """Whether kernels/attention_hopper.py has "fwd", "dkv" or "dq" for this GPU, dtype and head width."""
+    return not INTERPRET and capability()[0] == 9 and dtype != torch.float32 and Dh in attention_hopper.TILES[kernel]
+
+
 def check_heads(H: int, K: int, Dh: int, scale: float) -> None:
     """Raises ValueError for heads that the kernels cannot take."""
     if K < 1 or H % K:
@@ -307,8 +314,12 @@ def attention(qkv: torch.Tensor, doc_start: torch.Tensor, doc_end: torch.Tensor,
     check_tensor("doc_end", doc_end, torch.int32, N)
     check_tensor("out", out, qkv.dtype, N, H * Dh)
     check_tensor("lse", lse, torch.float32, H, N)
+    qk_scale = scale / math.log(2)
+    if on_hopper("fwd", qkv.dtype, Dh):
+        attention_hopper.forward(qkv, doc_start, H, K, Dh, qk_scale, out=out, lse=lse)
+        return
     tile, options = launch_options("fwd", qkv.dtype, H, K, Dh)
-    _attention_fwd[(triton.cdiv(N, tile.BM) * H,)](qkv, doc_start, out, lse, N, scale / math.log(2), **options)
+    _attention_fwd[(triton.cdiv(N, tile.BM) * H,)](qkv, doc_start, out, lse, N, qk_scale, **options)
 
 
 def attention_backward(qkv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, doc_start: torch.Tensor,
@@ -330,6 +341,9 @@ def attention_backward(qkv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, 
         check_tensor(name, x, torch.int32, N)
     qk_scale = scale / math.log(2)
     _delta_bwd[(triton.cdiv(N, DELTA_ROWS) * H,)](out, dout, delta, N, H=H, Dh=Dh, BM=DELTA_ROWS, num_warps=4)
+    if on_hopper("dkv", qkv.dtype, Dh):
+        attention_hopper.backward(qkv, dout, lse, delta, doc_start, doc_end, H, K, Dh, scale, qk_scale, dqkv=dqkv)
+        return
     tile, options = launch_options("dkv", qkv.dtype, H, K, Dh)
     _attention_dkv_bwd[(triton.cdiv(N, tile.BN) * K,)](qkv, dout, lse, delta, doc_end, dqkv, N, scale, qk_scale, **options)
     tile, options = launch_options("dq", qkv.dtype, H, K, Dh)
