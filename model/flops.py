@@ -1,4 +1,5 @@
 """FLOPs and bytes, counted once for every report and plan."""
+import dataclasses
 from collections.abc import Iterable
 
 from model.config import ModelConfig
@@ -39,3 +40,42 @@ def recompute_flops(c: ModelConfig, keep: Iterable[str], T: int) -> float:
     if "mlp" not in keep:
         flops += 2.0 * c.hidden * (c.attention_width + 2 * c.ffn)
     return flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """HBM traffic of one operation of a layer if every number crosses the bus once: bytes a token, and bytes however many
+    tokens there are (weights, or their fp32 gradients). num_kernels: what it launches."""
+    name: str
+    token_bytes: int
+    weight_bytes: int = 0
+    num_kernels: int = 1
+
+
+def layer_passes(c: ModelConfig, item_bytes: int) -> list[Pass]:
+    """Every operation of model/block.py's forward and backward in launch order, everything kept, no q/k norm."""
+    D, F, A, Q, i = c.hidden, c.ffn, c.attention_width, c.qkv_width, item_bytes
+    rotated, statistic = (c.heads + c.kv_heads) * c.head_dim, 4 * c.heads
+
+    def product(name: str, inputs: int, outputs: int, reads: int = 0) -> Pass:
+        return Pass(name, (inputs + outputs + reads) * i, inputs * outputs * i)
+
+    def wgrad(name: str, inputs: int, outputs: int) -> Pass:
+        return Pass(f"{name} wgrad", (inputs + outputs) * i, 4 * inputs * outputs)
+
+    def norm(name: str) -> Pass:
+        return Pass(name, 2 * D * i + 4)
+
+    def norm_backward(name: str) -> Pass:
+        return Pass(f"{name} backward, + residual", 4 * D * i + 4, num_kernels=2)
+    forward = [norm("norm1"), product("qkv", D, Q), Pass("rope", 2 * rotated * i), Pass("attention", (Q + A) * i + statistic),
+               product("o + residual", A, D, D), norm("norm2"), product("gate_up", D, 2 * F), Pass("swiglu", 3 * F * i),
+               product("down + residual", F, D, D)]
+    backward = [Pass("down dgrad + swiglu backward", (D + 5 * F) * i, D * F * i), wgrad("down", F, D), norm("norm2 again"),
+                wgrad("gate_up", D, 2 * F), product("gate_up dgrad", 2 * F, D), norm_backward("norm2"), wgrad("o", A, D),
+                product("o dgrad", D, A), Pass("attention delta", 2 * A * i + statistic),
+                Pass("attention dk dv", (2 * Q) * i + 2 * statistic), Pass("attention dq", (Q + 2 * A) * i + 2 * statistic),
+                Pass("rope backward", 2 * rotated * i), norm("norm1 again"), wgrad("qkv", D, Q),
+                *([Pass("qkv bias", Q * i, num_kernels=2)] if c.qkv_bias else []), product("qkv dgrad", Q, D),
+                norm_backward("norm1")]
+    return forward + backward
