@@ -7,7 +7,7 @@
     w = decay w - rate (m / (sqrt(v) rbc2 + eps))
 
     hi  [n] bf16, the working weight    lo  [n] int16       m v  [n] fp32       g  [n] bf16 or fp32, the gradient
-    or hi [n] fp32, the master itself, and no lo            factor  [1] fp32 on the device, the clip factor
+    or hi [n] fp32, the master itself, and no lo            factor  [1] fp32 on the device, the clip factor; NaN: no update
     step: beta1, 1 - beta1, beta2, 1 - beta2, eps, decay, rate, rbc2, each an fp32 number
 
 Every operation is fp32 and rounded once: division and root are the exact ones, multiply and add are not fused.
@@ -39,7 +39,9 @@ def _adamw(hi, lo, m, v, g, factor, n, beta1, one_minus_beta1, beta2, one_minus_
            BLOCK: tl.constexpr):
     # n passes 2^31 where an embedding of 152064 x 12288 is one range
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < n
+    b_factor = tl.load(factor)
+    # NaN: the gradient is not finite, and nothing is to change
+    inside = i < tl.where(b_factor == b_factor, n, 0)
     b_w = tl.load(hi + i, mask=inside, other=0)
     b_g = tl.load(g + i, mask=inside, other=0)
     b_m = tl.load(m + i, mask=inside, other=0.0)
@@ -50,7 +52,7 @@ def _adamw(hi, lo, m, v, g, factor, n, beta1, one_minus_beta1, beta2, one_minus_
     if g.dtype.element_ty == tl.int16:
         b_g = (b_g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
-    b_x = b_g * tl.load(factor)
+    b_x = b_g * b_factor
     b_m = beta1 * b_m + one_minus_beta1 * b_x
     b_v = beta2 * b_v + one_minus_beta2 * (b_x * b_x)
     b_w = decay * b_w - rate * tl.div_rn(b_m, tl.sqrt_rn(b_v) * rbc2 + eps)
@@ -76,17 +78,13 @@ def adamw(hi: torch.Tensor, lo: torch.Tensor | None, m: torch.Tensor, v: torch.T
     Raises ValueError, naming the tensor, for a shape, stride or dtype that does not fit.
     """
     n = hi.numel()
-    wanted = [("m", m, torch.float32), ("v", v, torch.float32), ("hi", hi, torch.float32 if lo is None else torch.bfloat16)]
+    check_rows("hi", hi, torch.float32 if lo is None else torch.bfloat16, n)
     if lo is not None:
-        wanted.append(("lo", lo, torch.int16))
-    for name, x, dtype in wanted:
-        check_rows(name, x, n)
-        if x.dtype != dtype:
-            raise ValueError(f"{name}: {x.dtype}; wanted {dtype}")
-    check_rows("g", g, n)
-    if g.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"g: {g.dtype}; wanted bf16 or fp32")
-    check_rows("factor", factor, 1)
+        check_rows("lo", lo, torch.int16, n)
+    check_rows("m", m, torch.float32, n)
+    check_rows("v", v, torch.float32, n)
+    check_rows("g", g, (torch.bfloat16, torch.float32), n)
+    check_rows("factor", factor, torch.float32, 1)
     bits = [x.view(torch.int16) if x.dtype == torch.bfloat16 else x for x in (hi, g)]
     _adamw[triton.cdiv(n, BLOCK),](bits[0], lo, m, v, bits[1], factor, n, *map(float, step), BLOCK=BLOCK, num_warps=NUM_WARPS,
                                    enable_fp_fusion=False)

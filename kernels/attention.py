@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from kernels import attention_hopper
-from kernels.launch import INTERPRET, capability, check_address, check_rows
+from kernels.launch import DTYPES, INTERPRET, capability, check_address, check_rows, tile_class
 
 HEAD_WIDTHS = (16, 32, 64, 128, 256)
 
@@ -240,19 +240,40 @@ class Tile(NamedTuple):
     stages: int
 
 
-# 16-bit inputs where a block has 227 KB of shared memory, by kernel and Dh; 128 was swept on an H200 with 8 documents of
-# 4096 and 40 heads on 8 (LOG.md), the others are what compiles without spills
+# 16-bit inputs where a block has 227 KB of shared memory, by kernel and Dh; narrower heads take the tiles of 64. 128 was swept
+# on an H200 with 8 documents of 4096 and 40 heads on 8 (LOG.md), the others are what compiles without spills
 HOPPER_TILES = {
-    "fwd": {16: Tile(128, 128, 8, 3), 32: Tile(128, 128, 8, 3), 64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 3),
-            256: Tile(128, 64, 8, 2)},
+    "fwd": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 3), 256: Tile(128, 64, 8, 2)},
     # up to 64, two programs of one warpgroup share a multiprocessor: one multiplies while the other takes exponentials
-    "dkv": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 3),
-            256: Tile(32, 64, 8, 2)},
-    "dq": {16: Tile(128, 64, 8, 3), 32: Tile(128, 64, 8, 3), 64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 2),
-           256: Tile(128, 32, 8, 2)},
+    "dkv": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
+    "dq": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 2), 256: Tile(128, 32, 8, 2)},
 }
-# 16-bit inputs where a block has 99 KB
-SMALL_TILES = {"fwd": Tile(64, 32, 4, 2), "dkv": Tile(32, 32, 4, 2), "dq": Tile(32, 32, 4, 2)}
+# the same by launch.tile_class; but for Hopper's, compiled and not measured: about the largest that fit and do not spill
+TILES = {
+    "sm_90": HOPPER_TILES,
+    "sm_80": {
+        "fwd": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+        "dkv": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 3), 256: Tile(32, 32, 8, 2)},
+        "dq": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 3), 256: Tile(64, 32, 8, 2)},
+    },
+    "sm_89": {
+        "fwd": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+        "dkv": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 2)},
+        "dq": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 2)},
+    },
+    # what the TMA unit brought goes to registers whole, and not, as on sm_89, a slice of Dh at a time
+    "sm_120": {
+        "fwd": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(32, 16, 8, 2)},
+        "dkv": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 2), 256: Tile(16, 16, 8, 2)},
+        "dq": {64: Tile(128, 32, 8, 2), 128: Tile(128, 16, 8, 2), 256: Tile(16, 16, 4, 2)},
+    },
+    # warps of 64, of which 8 find room on a multiprocessor at up to 256 registers
+    "gfx942": {
+        "fwd": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+        "dkv": {64: Tile(32, 64, 4, 2), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 8, 2)},
+        "dq": {64: Tile(128, 32, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 16, 8, 2)},
+    },
+}
 # fp32 has no tensor cores under input_precision="ieee", and its products keep whole rows in registers
 FP32_TILE = Tile(16, 16, 8, 1)
 # unequal, so that a tile's border on one side is in the middle of one on the other
@@ -267,7 +288,7 @@ def choose_tile(kernel: str, dtype: torch.dtype, Dh: int) -> Tile:
         return INTERPRETER_TILES[kernel]
     if dtype == torch.float32:
         return FP32_TILE
-    return HOPPER_TILES[kernel][Dh] if capability()[0] in (9, 10) else SMALL_TILES[kernel]
+    return TILES[tile_class()][kernel][max(Dh, 64)]
 
 
 def launch_options(kernel: str, dtype: torch.dtype, H: int, K: int, Dh: int) -> tuple[Tile, dict]:
@@ -292,11 +313,9 @@ def check_heads(H: int, K: int, Dh: int, scale: float) -> None:
         raise ValueError(f"scale: {scale}; wanted a positive number")
 
 
-def check_tensor(name: str, x: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """Raises ValueError, naming the tensor, unless it is contiguous, of `shape` and `dtype`, and aligned for descriptors."""
-    if x.dtype != dtype:
-        raise ValueError(f"{name}: {x.dtype}; wanted {dtype}")
-    check_rows(name, x, *shape)
+def check_tensor(name: str, x: torch.Tensor, dtypes: torch.dtype | tuple[torch.dtype, ...], *shape: int) -> None:
+    """Raises ValueError, naming the tensor, unless it is as `check_rows` wants it and aligned for descriptors."""
+    check_rows(name, x, dtypes, *shape)
     check_address(name, x.data_ptr())
 
 
@@ -309,7 +328,7 @@ def attention(qkv: torch.Tensor, doc_start: torch.Tensor, doc_end: torch.Tensor,
     """
     N = qkv.shape[0]
     check_heads(H, K, Dh, scale)
-    check_tensor("qkv", qkv, qkv.dtype, N, (H + 2 * K) * Dh)
+    check_tensor("qkv", qkv, DTYPES, N, (H + 2 * K) * Dh)
     check_tensor("doc_start", doc_start, torch.int32, N)
     check_tensor("doc_end", doc_end, torch.int32, N)
     check_tensor("out", out, qkv.dtype, N, H * Dh)
@@ -331,8 +350,8 @@ def attention_backward(qkv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, 
     """
     N = qkv.shape[0]
     check_heads(H, K, Dh, scale)
-    for name, x in (("qkv", qkv), ("dqkv", dqkv)):
-        check_tensor(name, x, qkv.dtype, N, (H + 2 * K) * Dh)
+    check_tensor("qkv", qkv, DTYPES, N, (H + 2 * K) * Dh)
+    check_tensor("dqkv", dqkv, qkv.dtype, N, (H + 2 * K) * Dh)
     for name, x in (("out", out), ("dout", dout)):
         check_tensor(name, x, qkv.dtype, N, H * Dh)
     for name, x in (("lse", lse), ("delta", delta)):

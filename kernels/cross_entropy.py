@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gemm import linear, linear_dgrad, linear_wgrad
-from kernels.launch import INTERPRET, check_rows
+from kernels.gemm import check_matrix, check_weight, linear, linear_dgrad, linear_wgrad
+from kernels.launch import DTYPES, INTERPRET, check_rows
 
 
 def linear_cross_entropy_ref(x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -74,19 +74,21 @@ def linear_cross_entropy(x: torch.Tensor, w_addr: int, labels: torch.Tensor, sca
     the supervised tokens of the step. Labels of V or more are not looked for. x is not written to.
     Raises ValueError, naming the tensor, for a shape, dtype, stride or alignment that the kernels cannot take.
     """
-    N, D = x.shape
-    check_rows("x", x, N, D)
-    check_rows("labels", labels, N)
-    check_rows("losses", losses, N)
-    for name, tensor, dtype in (("labels", labels, torch.int32), ("losses", losses, torch.float32), ("logits", logits, x.dtype)):
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name}: {tensor.dtype}; wanted {dtype}")
+    N, D = x.shape[0], x.shape[-1]
+    check_rows("x", x, DTYPES, N, D)
+    check_matrix("x", x, N, D, x.dtype)
+    check_weight("w", w_addr, D, x.element_size())
+    check_rows("labels", labels, torch.int32, N)
+    check_rows("losses", losses, torch.float32, N)
     if logits.ndim != 2 or logits.shape[0] < 1 or logits.shape[1] < V:
         raise ValueError(f"logits: shape {tuple(logits.shape)}; wanted rows of {V} elements or more")
+    check_matrix("logits", logits, *logits.shape, x.dtype)
     if dx is not None:
-        check_rows("dx", dx, N, D)
+        check_rows("dx", dx, x.dtype, N, D)
+        check_matrix("dx", dx, N, D, x.dtype)
         if not dw_addr:
             raise ValueError("dw: no address, but dx is wanted")
+        check_weight("dw", dw_addr, D, torch.float32.itemsize)
     chunk = logits.shape[0]
     for begin in range(0, N, chunk):
         rows = slice(begin, min(begin + chunk, N))

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import check_address, check_partials, check_rows
+from kernels.launch import DTYPES, check_address, check_partials, check_rows
 
 
 def embedding_ref(tokens: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -112,11 +112,11 @@ def embedding(tokens: torch.Tensor, w_addr: int, *, out: torch.Tensor) -> None:
     """Writes `out` [N, D]: row i is the row tokens[i] of w, copied.
 
     tokens: [N] int32, each a row of w (unchecked). w_addr: address of w [V, D], dtype of out. Raises ValueError, naming
-    the tensor, on a wrong shape, stride or alignment.
+    the tensor, on a wrong shape, stride, dtype or alignment.
     """
-    N, D = out.shape
-    check_rows("tokens", tokens, N)
-    check_rows("out", out, N, D)
+    N, D = out.shape[0], out.shape[-1]
+    check_rows("out", out, out.dtype, N, D)
+    check_rows("tokens", tokens, torch.int32, N)
     check_address("w", w_addr)
     BD = min(triton.next_power_of_2(D), FORWARD_TILE)
     _embedding_fwd[N * triton.cdiv(D, BD),](tokens, w_addr, out, D=D, BD=BD, num_warps=FORWARD_WARPS)
@@ -127,12 +127,12 @@ def embedding_backward(dout: torch.Tensor, tokens: torch.Tensor, order: torch.Te
     """dw [V, D] fp32 += for each token, the sum of its rows of `dout` [N, D]; other rows of dw are not touched.
 
     order: [N] int32, the stable argsort of tokens. partials: fp32 scratch, `embedding_partials_shape(N, D)` or more.
-    The bits depend on tokens and dout alone. Raises ValueError, naming the tensor, on a wrong shape, stride or alignment.
+    The bits depend on tokens and dout alone. Raises ValueError as `embedding` does.
     """
-    N, D = dout.shape
-    check_rows("dout", dout, N, D)
-    check_rows("tokens", tokens, N)
-    check_rows("order", order, N)
+    N, D = dout.shape[0], dout.shape[-1]
+    check_rows("dout", dout, DTYPES, N, D)
+    check_rows("tokens", tokens, torch.int32, N)
+    check_rows("order", order, torch.int32, N)
     check_address("dw", dw_addr)
     check_partials(partials, *embedding_partials_shape(N, D))
     num_chunks = triton.cdiv(N, CHUNK)

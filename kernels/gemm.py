@@ -1,6 +1,7 @@
 """Matrix products of a linear layer, its two gradients, and the down projection's gradient joined with SwiGLU's.
 
     linear               out[M,N]  = x[M,K] W[N,K]^T (+ bias[N]) (+ residual[M,N])
+    linear_swiglu        gu[M,2F]  = x[M,K] W[2F,K]^T;  act[M,F] = silu(g) u with g, u the halves of gu's columns
     linear_dgrad         out[M,K]  = dy[M,N] W[N,K]
     linear_wgrad         dW[N,K]  (+)= dy[M,N]^T x[M,K]
     linear_dgrad_swiglu  da = dy[M,D] W[D,F];  act = silu(g) u,  dg = da u silu'(g),  du = da silu(g)
@@ -17,6 +18,7 @@ A persistent program takes every P-th tile of the output, in groups of GROUP row
 the columns go by. Descriptors (TMA) load and store: outside the matrix they read zero and write nothing, so that no size
 needs a mask. Source: Triton tutorial 09 (persistent matmul), whose scheme this is; the epilogues are ours.
 """
+import functools
 from typing import NamedTuple
 
 import torch
@@ -24,7 +26,19 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels.launch import ALIGNMENT_BYTES, INTERPRET, capability, check_address, check_partials, num_sms
+from kernels import gemm_hopper
+from kernels.launch import (
+    ALIGNMENT_BYTES,
+    DTYPES,
+    INTERPRET,
+    capability,
+    check_address,
+    check_partials,
+    check_rows,
+    num_sms,
+    tile_class,
+)
+from kernels.swiglu import swiglu
 
 # rows of linear_bias_grad's scratch: each is the sum of one slice of the rows of dy
 BIAS_GRAD_PARTIALS = 32
@@ -136,9 +150,17 @@ def _wgrad_store(acc, dw, i, j, ACCUMULATE: tl.constexpr):
 
 
 @triton.jit
+def _load_transposed(x, i, j, rows, cols, stride, BI: tl.constexpr, BJ: tl.constexpr):
+    """[BJ, BI] of columns j.. and rows i.. of x [rows, cols], by pointers; zero outside."""
+    row, col = i + tl.arange(0, BI), j + tl.arange(0, BJ)
+    at = row.to(tl.int64)[None, :] * stride + col[:, None]
+    return tl.load(x + at, mask=(row < rows)[None, :] & (col < cols)[:, None], other=0.0)
+
+
+@triton.jit
 def _linear_wgrad_bwd(dy, x, dw_addr, M, N, K, dy_stride, x_stride, ACCUMULATE: tl.constexpr,
                       BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr,
-                      GROUP: tl.constexpr, FLATTEN: tl.constexpr):
+                      GROUP: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr):
     dy_tiles = _matrix(dy, M, N, dy_stride, BR, BM)
     x_tiles = _matrix(x, M, K, x_stride, BR, BN)
     dw_tiles = _matrix(_typed(dw_addr, tl.float32), N, K, K, BM, BE)
@@ -147,7 +169,12 @@ def _linear_wgrad_bwd(dy, x, dw_addr, M, N, K, dy_stride, x_stride, ACCUMULATE: 
         i, j = _tile_index(tile, num_i, num_j, GROUP)
         acc = tl.zeros([BM, BN], tl.float32)
         for m in range(0, M, BR):
-            acc = tl.dot(dy_tiles.load([m, i * BM]).T, x_tiles.load([m, j * BN]), acc, input_precision="ieee")
+            if TMA:
+                b_dy = dy_tiles.load([m, i * BM]).T
+            else:
+                # a tile that is transposed after its load would not be loaded asynchronously there
+                b_dy = _load_transposed(dy, m, i * BM, M, N, dy_stride, BR, BM)
+            acc = tl.dot(b_dy, x_tiles.load([m, j * BN]), acc, input_precision="ieee")
         _wgrad_store(acc, dw_tiles, i * BM, j * BN, ACCUMULATE)
 
 
@@ -236,8 +263,16 @@ HOPPER_TILES = {
     "wgrad": (Tile(128, 256, 64, 64, 3, 8, True, 1.0), Tile(128, 128, 64, 32, 4, 8, True, 0.82)),
     "dgrad_swiglu": (Tile(128, 256, 64, 64, 4, 8, True, 1.0), Tile(128, 128, 64, 32, 4, 8, True, 0.8)),
 }
-# 16-bit inputs where a block has 99 KB
-SMALL_TILES = (Tile(128, 128, 32, 32, 3, 8, False, 1.0),)
+# the same by launch.tile_class; but for Hopper's, compiled and not measured: about the largest that fit and do not spill
+_WIDE, _SQUARE = Tile(128, 256, 32, 32, 4, 8, False, 1.0), Tile(128, 128, 64, 32, 4, 8, False, 0.8)
+TILES = {
+    "sm_90": HOPPER_TILES,
+    "sm_80": {"linear": (_WIDE, _SQUARE), "dgrad": (_WIDE, _SQUARE), "wgrad": (_SQUARE,), "dgrad_swiglu": (_SQUARE,)},
+    "sm_89": dict.fromkeys(HOPPER_TILES, (_SQUARE._replace(stages=3),)),
+    "sm_120": dict.fromkeys(HOPPER_TILES, (_SQUARE._replace(stages=3),)),
+    # warps of 64; two stages are one in shared memory and one in registers
+    "gfx942": dict.fromkeys(HOPPER_TILES, (Tile(128, 128, 64, 64, 2, 8, False, 1.0),)),
+}
 # no tensor cores under input_precision="ieee"; 4 warps spill
 FP32_TILES = (Tile(64, 64, 32, 32, 2, 8, False, 1.0),)
 INTERPRETER_TILES = (Tile(32, 64, 64, 32, 1, 1, False, 1.0),)
@@ -249,7 +284,7 @@ def candidate_tiles(op: str, dtype: torch.dtype) -> tuple[Tile, ...]:
         return INTERPRETER_TILES
     if dtype == torch.float32:
         return FP32_TILES
-    return HOPPER_TILES[op] if capability()[0] in (9, 10) else SMALL_TILES
+    return TILES[tile_class()][op]
 
 
 def choose_tile(op: str, dtype: torch.dtype, rows: int, cols: int) -> Tile:
@@ -260,6 +295,8 @@ def choose_tile(op: str, dtype: torch.dtype, rows: int, cols: int) -> Tile:
     return min(candidate_tiles(op, dtype), key=cost)
 
 
+# found once: a layer launches thirty kernels, and waving this through again costs more than a launch
+@functools.cache
 def launch_options(op: str, dtype: torch.dtype, rows: int, cols: int) -> tuple[tuple[int], dict]:
     """Grid and keyword arguments of a persistent kernel that writes an output of `rows` x `cols`."""
     tile = choose_tile(op, dtype, rows, cols)
@@ -271,8 +308,8 @@ def launch_options(op: str, dtype: torch.dtype, rows: int, cols: int) -> tuple[t
 
 def check_matrix(name: str, x: torch.Tensor, rows: int, cols: int, dtype: torch.dtype) -> None:
     """Raises ValueError, naming the tensor, unless it is [rows, cols] of dtype with dense rows that a descriptor can read."""
-    if x.dtype != dtype or tuple(x.shape) != (rows, cols):
-        raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)}; wanted {dtype} {(rows, cols)}")
+    if x.dtype != dtype or dtype not in DTYPES or tuple(x.shape) != (rows, cols):
+        raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)}; wanted {dtype if dtype in DTYPES else DTYPES} {(rows, cols)}")
     if (x.stride(1) != 1 and cols > 1) or x.stride(0) < cols or x.stride(0) * x.element_size() % ALIGNMENT_BYTES:
         raise ValueError(f"{name}: strides {x.stride()}; wanted dense rows, {ALIGNMENT_BYTES}-byte multiples apart")
     check_address(name, x.data_ptr())
@@ -290,7 +327,7 @@ def linear(x: torch.Tensor, w_addr: int, *, out: torch.Tensor, bias_addr: int = 
 
     Raises ValueError, naming the tensor, for a shape, dtype, stride or alignment that the kernel cannot take.
     """
-    (M, K), N = x.shape, out.shape[1]
+    M, K, N = x.shape[0], x.shape[-1], out.shape[-1]
     check_matrix("x", x, M, K, x.dtype)
     check_matrix("out", out, M, N, x.dtype)
     check_weight("w", w_addr, K, x.element_size())
@@ -303,9 +340,30 @@ def linear(x: torch.Tensor, w_addr: int, *, out: torch.Tensor, bias_addr: int = 
                       HAS_BIAS=bias_addr != 0, HAS_RESIDUAL=residual is not None, **options)
 
 
+def linear_swiglu(x: torch.Tensor, w_addr: int, *, gate_up: torch.Tensor, act: torch.Tensor) -> None:
+    """Writes gate_up [M, 2F] = x [M, K] W^T, W [2F, K], and act [M, F] = silu(gate) up of what it stored; F a multiple of 16,
+    both contiguous.
+
+    One pass on Hopper (kernels/gemm_hopper.py), elsewhere two. Raises ValueError as `linear` does.
+    """
+    M, K, F = x.shape[0], x.shape[-1], act.shape[-1]
+    check_matrix("x", x, M, K, x.dtype)
+    for name, outputs, cols in (("gate_up", gate_up, 2 * F), ("act", act, F)):
+        check_matrix(name, outputs, M, cols, x.dtype)
+        check_rows(name, outputs, x.dtype, M, cols)
+    check_weight("w", w_addr, K, x.element_size())
+    if F % 16:
+        raise ValueError(f"act: {F} columns; wanted a multiple of 16, so that up starts on {ALIGNMENT_BYTES} bytes")
+    if capability()[0] == 9 and x.dtype != torch.float32 and not INTERPRET:
+        gemm_hopper.linear_swiglu(x, w_addr, gate_up=gate_up, act=act)
+    else:
+        linear(x, w_addr, out=gate_up)
+        swiglu(gate_up, out=act)
+
+
 def linear_dgrad(dy: torch.Tensor, w_addr: int, *, out: torch.Tensor) -> None:
     """Writes out [M, K] = dy [M, N] W, W [N, K]. Raises ValueError as `linear` does."""
-    (M, N), K = dy.shape, out.shape[1]
+    M, N, K = dy.shape[0], dy.shape[-1], out.shape[-1]
     check_matrix("dy", dy, M, N, dy.dtype)
     check_matrix("out", out, M, K, dy.dtype)
     check_weight("w", w_addr, K, dy.element_size())
@@ -315,12 +373,13 @@ def linear_dgrad(dy: torch.Tensor, w_addr: int, *, out: torch.Tensor) -> None:
 
 def linear_wgrad(dy: torch.Tensor, x: torch.Tensor, dw_addr: int, *, accumulate: bool) -> None:
     """Writes, or adds to, dW [N, K] fp32 = dy [M, N]^T x [M, K]. Raises ValueError as `linear` does."""
-    (M, N), K = dy.shape, x.shape[1]
+    M, N, K = dy.shape[0], dy.shape[-1], x.shape[-1]
     check_matrix("dy", dy, M, N, dy.dtype)
     check_matrix("x", x, M, K, dy.dtype)
     check_weight("dw", dw_addr, K, torch.float32.itemsize)
     grid, options = launch_options("wgrad", dy.dtype, N, K)
-    _linear_wgrad_bwd[grid](dy, x, dw_addr, M, N, K, dy.stride(0), x.stride(0), ACCUMULATE=accumulate, **options)
+    _linear_wgrad_bwd[grid](dy, x, dw_addr, M, N, K, dy.stride(0), x.stride(0), ACCUMULATE=accumulate,
+                            TMA=capability()[0] >= 9, **options)
 
 
 def linear_dgrad_swiglu(dy: torch.Tensor, w_addr: int, gate_up: torch.Tensor, *, d_gate_up: torch.Tensor,
@@ -330,7 +389,7 @@ def linear_dgrad_swiglu(dy: torch.Tensor, w_addr: int, gate_up: torch.Tensor, *,
     gate_up [M, 2F]: gate in columns 0..F, up in F..2F. Writes d_gate_up [M, 2F] in the same order (it may be gate_up
     itself) and act [M, F], what the down projection read. Raises ValueError as `linear` does.
     """
-    (M, D), F = dy.shape, act.shape[1]
+    M, D, F = dy.shape[0], dy.shape[-1], act.shape[-1]
     check_matrix("dy", dy, M, D, dy.dtype)
     check_matrix("gate_up", gate_up, M, 2 * F, dy.dtype)
     check_matrix("d_gate_up", d_gate_up, M, 2 * F, dy.dtype)
@@ -351,7 +410,7 @@ def linear_bias_grad(dy: torch.Tensor, db_addr: int, *, partials: torch.Tensor, 
 
     partials: fp32 scratch, `bias_grad_partials_shape(N)` or more. Raises ValueError as `linear` does.
     """
-    M, N = dy.shape
+    M, N = dy.shape[0], dy.shape[-1]
     check_matrix("dy", dy, M, N, dy.dtype)
     check_partials(partials, *bias_grad_partials_shape(N))
     check_address("db", db_addr)

@@ -22,10 +22,10 @@ def norm2_ref(grad: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
 
 
 @triton.jit
-def _norm2_partial(grad, out, partials, n, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _norm2_partial(grad, out, partials, n, num_tiles, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     b_sum = tl.zeros([BLOCK], tl.float64)
     b_count = tl.zeros([BLOCK], tl.int32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
         # n passes 2^31 where an embedding of 152064 x 16384 is one gradient
         i = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         b_grad = tl.load(grad + i, mask=i < n, other=0.0)                      # [BLOCK]
@@ -61,18 +61,18 @@ def norm2(grad: torch.Tensor, *, out: torch.Tensor, partials: torch.Tensor, resu
     """Writes out [n] and result [2] fp64 = sum of squares of grad [n] fp32 before rounding, count of NaN and inf.
 
     partials: fp32 scratch, `norm2_partials_shape()` or more, at a multiple of 8 bytes. Raises ValueError, naming the
-    tensor, on a wrong shape, stride or dtype.
+    tensor, on a wrong shape, stride, dtype or alignment.
     """
     n = grad.numel()
-    check_rows("grad", grad, n)
-    check_rows("out", out, n)
-    check_rows("result", result, 2)
+    check_rows("grad", grad, torch.float32, n)
+    check_rows("out", out, (torch.bfloat16, torch.float32), n)
+    check_rows("result", result, torch.float64, 2)
     check_partials(partials, *norm2_partials_shape())
-    for name, x, dtypes in (("grad", grad, (torch.float32,)), ("out", out, (torch.bfloat16, torch.float32)),
-                            ("result", result, (torch.float64,))):
-        if x.dtype not in dtypes:
-            raise ValueError(f"{name}: {x.dtype}; wanted one of {dtypes}")
+    if partials.data_ptr() % 8:
+        raise ValueError(f"partials: address {partials.data_ptr():#x} is not a multiple of 8 bytes")
     wide = partials.view(-1)[: 4 * MAX_PROGRAMS].view(torch.float64)
-    P = min(MAX_PROGRAMS, triton.cdiv(n, BLOCK))
-    _norm2_partial[P,](grad, out, wide, n, BLOCK=BLOCK, STAGES=STAGES, num_warps=NUM_WARPS)
+    # counted here: n + BLOCK - 1 passes 2^31 in the kernel where n, just below it, is an int32
+    num_tiles = triton.cdiv(n, BLOCK)
+    P = min(MAX_PROGRAMS, num_tiles)
+    _norm2_partial[P,](grad, out, wide, n, num_tiles, BLOCK=BLOCK, STAGES=STAGES, num_warps=NUM_WARPS)
     _norm2_sum[1,](wide, result, P, BP=MAX_PROGRAMS, num_warps=4)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import check_address, check_partials, check_rows, num_sms
+from kernels.launch import DTYPES, check_address, check_partials, check_rows, gpu, num_sms
 
 
 def rmsnorm_ref(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
@@ -43,10 +43,11 @@ def _rmsnorm_fwd(x, w_addr, y, rstd, eps, N, D: tl.constexpr, BR: tl.constexpr, 
 
 @triton.jit
 def _rmsnorm_bwd(dy, x, w_addr, rstd, residual, dx, partials, N, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-                 STAGES: tl.constexpr):
+                 STAGES: tl.constexpr, KEEP_W: tl.constexpr):
     d = tl.arange(0, BD)
     w = tl.multiple_of(w_addr.to(tl.pointer_type(x.dtype.element_ty)), 16)
-    b_w = tl.load(w + d, mask=d < D, other=0.0).to(tl.float32)                 # [BD]
+    if KEEP_W:
+        b_w = tl.load(w + d, mask=d < D, other=0.0).to(tl.float32)             # [BD]
     b_dw = tl.zeros([BR, BD], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, BR), tl.num_programs(0), num_stages=STAGES):
         row = tile * BR + tl.arange(0, BR)
@@ -57,6 +58,8 @@ def _rmsnorm_bwd(dy, x, w_addr, rstd, residual, dx, partials, N, D: tl.constexpr
         b_x = tl.load(x + at + d[None, :], mask=inside, other=0.0).to(tl.float32)
         b_rstd = tl.load(rstd + row, mask=row < N, other=0.0)[:, None]         # [BR, 1]
         b_x_hat = b_x * b_rstd
+        if not KEEP_W:
+            b_w = tl.load(w + d, mask=d < D, other=0.0).to(tl.float32)
         b_wdy = b_dy * b_w[None, :]
         b_dw += b_dy * b_x_hat
         b_dx = b_rstd * (b_wdy - b_x_hat * (tl.sum(b_wdy * b_x_hat, 1) / D)[:, None])
@@ -87,8 +90,10 @@ MAX_D = 16384
 TILE = 4096
 # warps of backward on one multiprocessor: they take up to 128 registers a thread
 BACKWARD_WARPS_PER_SM = 16
-# by bytes an element: one less is the number of tiles on their way to shared memory while another is computed
+# at most, by bytes an element: one less is the number of tiles on their way to shared memory while another is computed
 BACKWARD_STAGES = {2: 3, 4: 2}
+# of a program: what its reductions need and what the driver keeps
+RESERVED_SHARED_BYTES = 2048
 
 
 def _tile(D: int) -> tuple[int, int]:
@@ -100,6 +105,14 @@ def _tile(D: int) -> tuple[int, int]:
 def _backward_warps(D: int) -> int:
     """16 elements a thread; 32 in rows over 8192."""
     return 8 if D <= TILE else BACKWARD_WARPS_PER_SM
+
+
+def _backward_stages(D: int, element_size: int, num_inputs: int) -> int:
+    """One more than the tiles on their way to shared memory, as many as programs that share a multiprocessor find room for."""
+    BR, BD = _tile(D)
+    programs = BACKWARD_WARPS_PER_SM // _backward_warps(D)
+    room = gpu().shared_bytes // programs - RESERVED_SHARED_BYTES
+    return 1 + min(BACKWARD_STAGES[element_size] - 1, room // (num_inputs * BR * BD * element_size))
 
 
 def _num_programs(D: int) -> int:
@@ -117,24 +130,26 @@ def sum_partials(partials: torch.Tensor, P: int, D: int, dw_addr: int, *, accumu
     _sum_partials[triton.cdiv(D, 32),](partials, dw_addr, P, D, ACCUMULATE=accumulate, BP=256, BD=32, num_warps=8)
 
 
-def _check(x: torch.Tensor, w_addr: int, rstd: torch.Tensor, **same_shape: torch.Tensor) -> None:
-    N, D = x.shape
+def _check(x: torch.Tensor, w_addr: int, rstd: torch.Tensor, **like_x: torch.Tensor) -> tuple[int, int]:
+    """N and D."""
+    N, D = x.shape[0], x.shape[-1]
     if D > MAX_D:
         raise ValueError(f"x: rows of {D} elements; one program holds at most {MAX_D}")
-    for name, tensor in (("x", x), *same_shape.items()):
-        check_rows(name, tensor, N, D)
-    check_rows("rstd", rstd, N)
+    check_rows("x", x, DTYPES, N, D)
+    for name, tensor in like_x.items():
+        check_rows(name, tensor, x.dtype, N, D)
+    check_rows("rstd", rstd, torch.float32, N)
     check_address("w", w_addr)
+    return N, D
 
 
 def rmsnorm(x: torch.Tensor, w_addr: int, eps: float, *, out: torch.Tensor, rstd: torch.Tensor) -> None:
     """Writes `out` [N, D] (dtype of x; may be x) and `rstd` [N] fp32.
 
-    w_addr: address of w [D], dtype of x. Raises ValueError, naming the tensor, on a wrong shape, stride or alignment,
-    and if D is over MAX_D.
+    w_addr: address of w [D], dtype of x. Raises ValueError, naming the tensor, on a wrong shape, stride, dtype or
+    alignment, and if D is over MAX_D.
     """
-    N, D = x.shape
-    _check(x, w_addr, rstd, out=out)
+    N, D = _check(x, w_addr, rstd, out=out)
     BR, BD = _tile(D)
     _rmsnorm_fwd[triton.cdiv(N, BR),](x, w_addr, out, rstd, eps, N, D=D, BR=BR, BD=BD, num_warps=BR * BD // 1024)
 
@@ -145,14 +160,16 @@ def rmsnorm_backward(dy: torch.Tensor, x: torch.Tensor, w_addr: int, rstd: torch
     """Writes `dx` [N, D] = residual (or 0) + the gradient through the norm; dw [D] fp32 (= or +=).
 
     dx may be dy or residual. rstd: what forward wrote. partials: fp32 scratch, `rmsnorm_partials_shape(D)` or more.
-    Raises ValueError, naming the tensor, on a wrong shape, stride or alignment, and if D is over MAX_D.
+    Raises ValueError as `rmsnorm` does.
     """
-    N, D = x.shape
-    _check(x, w_addr, rstd, dy=dy, dx=dx, **({} if residual is None else {"residual": residual}))
+    N, D = _check(x, w_addr, rstd, dy=dy, dx=dx, **({} if residual is None else {"residual": residual}))
     check_address("dw", dw_addr)
     check_partials(partials, *rmsnorm_partials_shape(D))
     BR, BD = _tile(D)
     P = min(_num_programs(D), triton.cdiv(N, BR))
+    # wider, w would take the registers that the row needs, and is read again with each row
+    keep_w = BD <= 8192
     _rmsnorm_bwd[P,](dy, x, w_addr, rstd, residual, dx, partials, N, D=D, BR=BR, BD=BD,
-                     STAGES=BACKWARD_STAGES[x.element_size()], num_warps=_backward_warps(D))
+                     STAGES=_backward_stages(D, x.element_size(), 2 + (residual is not None) + (not keep_w)), KEEP_W=keep_w,
+                     num_warps=_backward_warps(D))
     sum_partials(partials, P, D, dw_addr, accumulate=accumulate)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import check_address, check_partials, check_rows, num_sms
+from kernels.launch import DTYPES, check_address, check_partials, check_rows, num_sms
 from kernels.rmsnorm import rmsnorm_ref, sum_partials
 
 
@@ -137,16 +137,16 @@ def rope_partials_shape(Dh: int) -> tuple[int, int, int]:
     return 2, num_sms() * PROGRAMS_PER_SM, Dh
 
 
-def _check(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, H: int, K: int, Dh: int,
-           norm_addrs: dict[str, int], **same_shape: torch.Tensor) -> None:
-    N = qkv.shape[0]
-    if Dh & (Dh - 1):
-        raise ValueError(f"qkv: heads of {Dh} columns; wanted a power of two")
-    for name, tensor in (("qkv", qkv), *same_shape.items()):
-        check_rows(name, tensor, N, (H + 2 * K) * Dh)
+def _check(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, H: int, K: int, Dh: int, norm_addrs: dict[str, int],
+           **rows: torch.Tensor) -> None:
+    N, dtype = next((tensor.shape[0], tensor.dtype) for tensor in rows.values())
+    if Dh < 2 or Dh & (Dh - 1):
+        raise ValueError(f"Dh: {Dh}; wanted a power of two")
+    for name, tensor in rows.items():
+        check_rows(name, tensor, dtype if dtype in DTYPES else DTYPES, N, (H + 2 * K) * Dh)
     for name, table in (("cos", cos), ("sin", sin)):
-        check_rows(name, table, cos.shape[0], Dh // 2)
-    check_rows("positions", positions, N)
+        check_rows(name, table, torch.float32, cos.shape[0], Dh // 2)
+    check_rows("positions", positions, torch.int32, N)
     for name, address in norm_addrs.items():
         check_address(name, address)
     if len({address != 0 for address in norm_addrs.values()}) > 1:
@@ -161,9 +161,7 @@ def rope(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: tor
     the weights [Dh], both 0 if there are no norms. Raises ValueError, naming the tensor, on a wrong shape, stride,
     dtype or alignment.
     """
-    _check(qkv, cos, sin, positions, H, K, Dh, {"q_norm": q_norm_addr, "k_norm": k_norm_addr}, out=out)
-    if out.dtype != qkv.dtype:
-        raise ValueError(f"out: {out.dtype}; wanted {qkv.dtype}, v is copied")
+    _check(cos, sin, positions, H, K, Dh, {"q_norm": q_norm_addr, "k_norm": k_norm_addr}, qkv=qkv, out=out)
     in_place, norms = out.data_ptr() == qkv.data_ptr(), q_norm_addr != 0
     if in_place and norms:
         raise ValueError("out: is qkv, which the backward of the norms reads; wanted another buffer")
@@ -181,19 +179,21 @@ def rope_backward(dqkv: torch.Tensor, qkv: torch.Tensor | None, cos: torch.Tenso
     """In place on `dqkv` [N, (H + 2K) Dh]: the gradient of what `rope` read from the gradient of what it wrote.
 
     Only with norms: qkv is what `rope` read (before norms and rotation); dq_norm_addr, dk_norm_addr: addresses of the
-    weights' gradients [Dh] fp32 (= or +=); partials: fp32 scratch, `rope_partials_shape(Dh)` or more. Raises ValueError,
-    naming the tensor, on a wrong shape, stride or alignment.
+    weights' gradients [Dh] fp32 (= or +=); partials: fp32 scratch, `rope_partials_shape(Dh)` or more. Raises ValueError
+    as `rope` does.
     """
     N, heads = dqkv.shape[0], H + K
     addrs = {"q_norm": q_norm_addr, "k_norm": k_norm_addr, "dq_norm": dq_norm_addr, "dk_norm": dk_norm_addr}
+    norms = q_norm_addr != 0
+    if norms and qkv is None:
+        raise ValueError("qkv: none, but the backward of the norms reads it")
+    _check(cos, sin, positions, H, K, Dh, addrs, dqkv=dqkv, **({"qkv": qkv} if norms else {}))
     BH, num_warps = _tile(heads, Dh)
     blocks = triton.cdiv(heads, BH)
-    if q_norm_addr == 0:
-        _check(dqkv, cos, sin, positions, H, K, Dh, addrs)
+    if not norms:
         _rope_fwd[N * blocks,](dqkv, cos, sin, positions, 0, 0, 0.0, dqkv, H=H, K=K, HEADS=heads, Dh=Dh, NORMS=False, BACK=True,
                                BH=BH, num_warps=num_warps)
         return
-    _check(qkv, cos, sin, positions, H, K, Dh, addrs, dqkv=dqkv)
     shape = rope_partials_shape(Dh)
     check_partials(partials, *shape)
     q_partials, k_partials = partials.view(-1)[:math.prod(shape)].view(shape)

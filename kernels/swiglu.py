@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import check_rows
+from kernels.launch import DTYPES, check_rows
 
 
 def swiglu_ref(gate_up: torch.Tensor) -> torch.Tensor:
@@ -36,11 +36,11 @@ TILE, WARPS = 2048, 4
 
 
 def swiglu(gate_up: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Writes `out` [N, F] from `gate_up` [N, 2F], same dtype. Raises ValueError, naming the tensor, on a wrong shape or
-    stride, and if F is not a multiple of 16."""
-    N, F = out.shape
-    check_rows("gate_up", gate_up, N, 2 * F)
-    check_rows("out", out, N, F)
+    """Writes `out` [N, F] from `gate_up` [N, 2F], same dtype. Raises ValueError, naming the tensor, on a wrong shape, stride
+    or dtype, and if F is not a multiple of 16."""
+    N, F = out.shape[0], out.shape[-1]
+    check_rows("out", out, DTYPES, N, F)
+    check_rows("gate_up", gate_up, out.dtype, N, 2 * F)
     if F % 16:
         raise ValueError(f"out: {F} columns; wanted a multiple of 16")
     BF = min(triton.next_power_of_2(F), TILE)

@@ -98,8 +98,8 @@ class Block:
         self._project(w, x, batch, a)
         self._attend(batch, a)
         self._residual(w, x, a)
-        self._gate(w, a)
-        self.ops.swiglu(a.gate_up, out=a.act)
+        self._norm2(w, a)
+        self.ops.linear_swiglu(a.normed, self._operand(w, "gate_up"), gate_up=a.gate_up, act=a.act)
         self.ops.linear(a.act, self._operand(w, "down"), out=y, residual=a.mid)
 
     def backward(self, w: Weights, x: torch.Tensor, batch: Batch, saved: dict[str, torch.Tensor], dy: torch.Tensor,
@@ -120,7 +120,7 @@ class Block:
         # MLP: d(gate) and d(up) take the place of gate and up
         ops.linear_dgrad_swiglu(dy, operand("down"), a.gate_up, d_gate_up=a.gate_up, act=a.act)
         ops.linear_wgrad(dy, a.act, grad("down"), accumulate=accumulate)
-        ops.rmsnorm(a.mid, operand("norm2"), self.c.norm_eps, out=a.normed, rstd=a.rstd)
+        self._norm2(w, a)
         ops.linear_wgrad(a.gate_up, a.normed, grad("gate_up"), accumulate=accumulate)
         ops.linear_dgrad(a.gate_up, operand("gate_up"), out=a.dmid)
         ops.rmsnorm_backward(a.dmid, a.mid, operand("norm2"), a.rstd, dy, dx=a.dmid, dw_addr=grad("norm2"),
@@ -169,7 +169,8 @@ class Block:
             self._attend(batch, a)
         if "mid" not in saved:
             self._residual(w, x, a)
-            self._gate(w, a)
+            self._norm2(w, a)
+            self.ops.linear(a.normed, self._operand(w, "gate_up"), out=a.gate_up)
 
     def _project(self, w, x, batch, a) -> None:
         self.ops.rmsnorm(x, self._operand(w, "norm1"), self.c.norm_eps, out=a.normed, rstd=a.rstd)
@@ -186,6 +187,5 @@ class Block:
     def _residual(self, w, x, a) -> None:
         self.ops.linear(a.attn, self._operand(w, "o"), out=a.mid, residual=x)
 
-    def _gate(self, w, a) -> None:
+    def _norm2(self, w, a) -> None:
         self.ops.rmsnorm(a.mid, self._operand(w, "norm2"), self.c.norm_eps, out=a.normed, rstd=a.rstd)
-        self.ops.linear(a.normed, self._operand(w, "gate_up"), out=a.gate_up)

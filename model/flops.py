@@ -69,7 +69,7 @@ def layer_passes(c: ModelConfig, item_bytes: int) -> list[Pass]:
     def norm_backward(name: str) -> Pass:
         return Pass(f"{name} backward, + residual", 4 * D * i + 4, num_kernels=2)
     forward = [norm("norm1"), product("qkv", D, Q), Pass("rope", 2 * rotated * i), Pass("attention", (Q + A) * i + statistic),
-               product("o + residual", A, D, D), norm("norm2"), product("gate_up", D, 2 * F), Pass("swiglu", 3 * F * i),
+               product("o + residual", A, D, D), norm("norm2"), product("gate_up + swiglu", D, 2 * F, F),
                product("down + residual", F, D, D)]
     backward = [Pass("down dgrad + swiglu backward", (D + 5 * F) * i, D * F * i), wgrad("down", F, D), norm("norm2 again"),
                 wgrad("gate_up", D, 2 * F), product("gate_up dgrad", 2 * F, D), norm_backward("norm2"), wgrad("o", A, D),

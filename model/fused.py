@@ -4,20 +4,28 @@ Scratch for ordered reductions is one flat fp32 buffer, `partials_elements` larg
 """
 import math
 
+from kernels.adamw import adamw
 from kernels.attention import attention, attention_backward
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.embedding import embedding, embedding_backward, embedding_partials_shape
-from kernels.gemm import bias_grad_partials_shape, linear, linear_bias_grad, linear_dgrad, linear_dgrad_swiglu, linear_wgrad
+from kernels.gemm import (
+    bias_grad_partials_shape,
+    linear,
+    linear_bias_grad,
+    linear_dgrad,
+    linear_dgrad_swiglu,
+    linear_swiglu,
+    linear_wgrad,
+)
 from kernels.norm2 import norm2, norm2_partials_shape
 from kernels.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_partials_shape
 from kernels.rope import rope, rope_backward, rope_partials_shape
-from kernels.swiglu import swiglu
 from model.config import ModelConfig
 from model.layout import Weights
 
-__all__ = ["attention", "attention_backward", "embedding", "embedding_backward", "linear", "linear_bias_grad",
-           "linear_cross_entropy", "linear_dgrad", "linear_dgrad_swiglu", "linear_wgrad", "norm2", "operand",
-           "partials_elements", "rmsnorm", "rmsnorm_backward", "rope", "rope_backward", "swiglu"]
+__all__ = ["adamw", "attention", "attention_backward", "embedding", "embedding_backward", "linear", "linear_bias_grad",
+           "linear_cross_entropy", "linear_dgrad", "linear_dgrad_swiglu", "linear_swiglu", "linear_wgrad", "norm2", "operand",
+           "partials_elements", "rmsnorm", "rmsnorm_backward", "rope", "rope_backward"]
 
 
 def operand(w: Weights, name: str) -> int:

@@ -3,6 +3,8 @@ where those take addresses. It runs anywhere, in any dtype; fp64 in, fp64 out. T
 
 Statistics (norms, softmax, loss) are fp32 at least. A machine without Triton trains on this file.
 """
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -43,6 +45,13 @@ def linear(x, w, *, out, bias_addr=None, residual=None):
     out.copy_(y if residual is None else y + residual)
 
 
+def linear_swiglu(x, w, *, gate_up, act):
+    """gate_up [M, 2F] = x W^T, act [M, F] = silu(gate) * up."""
+    linear(x, w, out=gate_up)
+    gate, up = _wide(gate_up).chunk(2, -1)
+    act.copy_(F.silu(gate) * up)
+
+
 def linear_dgrad(dy, w, *, out):
     """out [M, K] = dy W."""
     torch.mm(dy, w, out=out)
@@ -70,12 +79,6 @@ def linear_dgrad_swiglu(dy, w, gate_up, *, d_gate_up, act):
     target = d_gate_up.chunk(2, -1)
     target[0].copy_(d_gate)
     target[1].copy_(d_up)
-
-
-def swiglu(gate_up, *, out):
-    """out = silu(gate) * up."""
-    gate, up = _wide(gate_up).chunk(2, -1)
-    out.copy_(F.silu(gate) * up)
 
 
 # RMSNorm
@@ -258,3 +261,21 @@ def norm2(grad, *, out, partials, result):
     result[0] = grad.double().square_().sum()
     # rounding can make inf of what is finite in fp32, and out is what the update reads
     result[1] = out.numel() - out.isfinite().sum()
+
+
+def adamw(hi, lo, m, v, g, factor, step: Sequence[float]):
+    """AdamW in place on a master stored as hi and lo, or as hi alone; nothing where factor [1] is NaN. See kernels/adamw.py."""
+    if factor.isnan():
+        return
+    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, rate, rbc2 = step
+    bits = None if lo is None else (hi.view(torch.int16).to(torch.int32) << 16) + lo
+    w = hi if lo is None else bits.view(torch.float32)
+    x = _wide(g) * factor
+    m.mul_(beta1).add_(one_minus_beta1 * x)
+    v.mul_(beta2).add_(one_minus_beta2 * (x * x))
+    # torch's fp32 root on a CPU is not the nearest number; fp64's, rounded, is
+    root = v.double().sqrt().to(v.dtype)
+    w.mul_(decay).sub_(rate * (m / (root * rbc2 + eps)))
+    if lo is not None:
+        hi.view(torch.int16).copy_((bits + 0x8000) >> 16)
+        lo.copy_(bits)

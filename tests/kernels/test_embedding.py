@@ -119,17 +119,3 @@ def test_a_token_in_half_of_32k_rows_is_as_exact_as_torch(device, empty):
     tokens = torch.randint(257, (32768,), dtype=torch.int32, device=device)
     tokens[torch.rand(32768, device=device) < 0.5] = 32
     check_backward(tokens, 5120, 257, torch.bfloat16, device, empty)
-
-
-def test_what_does_not_fit_is_refused_by_name(device, empty):
-    tokens, out, w = torch.zeros(2, dtype=torch.int32, device=device), empty(2, 64), empty(1, 64)
-    with pytest.raises(ValueError, match="^tokens"):
-        embedding(tokens[1:], w.data_ptr(), out=out)
-    with pytest.raises(ValueError, match="^w:"):
-        embedding(tokens, w.data_ptr() + 4, out=out)
-    with pytest.raises(ValueError, match="^dout"):
-        embedding_backward(empty(2, 128)[:, :64], tokens, tokens, w.data_ptr(), partials=empty(1, 64))
-    with pytest.raises(ValueError, match="^order"):
-        embedding_backward(out, tokens, tokens[1:], w.data_ptr(), partials=empty(1, 64))
-    with pytest.raises(ValueError, match="^partials"):
-        embedding_backward(out, tokens, tokens, w.data_ptr(), partials=empty(63))
