@@ -7,7 +7,7 @@ EXPECT = {"_adamw": {"loads_16_bytes": 5, "stores_16_bytes": 4}}
 STEP = (0.9, 0.1, 0.95, 0.05, 1e-8, 0.9999, 1e-3, 2.0)
 
 
-def cases() -> None:
+def cases(target: str) -> None:
     n = 1 << 20
     m, v, w, lo = torch.empty(n), torch.empty(n), torch.empty(n), torch.empty(n, dtype=torch.int16)
     for dtype in (torch.bfloat16, torch.float32):

@@ -2,6 +2,7 @@
 import torch
 
 from kernels.embedding import CHUNK, embedding, embedding_backward, embedding_partials_shape
+from tests.kernels.aot import H200
 
 EXPECT = {
     "_embedding_fwd": {"loads_16_bytes": 1, "stores_16_bytes": 1},
@@ -11,9 +12,9 @@ EXPECT = {
 W = 1 << 40
 
 
-def cases() -> None:
+def cases(target: str) -> None:
     N = CHUNK + 1
-    for D in (576, 3584, 4096, 5120, 8192, 12288):
+    for D in (576, 3584, 4096, 5120, 8192, 12288) if target == H200 else (576, 5120):
         rows, tokens = torch.empty(N, D, dtype=torch.bfloat16), torch.zeros(N, dtype=torch.int32)
         embedding(tokens, W, out=rows)
         embedding_backward(rows, tokens, tokens, W, partials=torch.empty(embedding_partials_shape(N, D)))
