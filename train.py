@@ -82,7 +82,7 @@ class Run:
             raise UserError(f"--model {o.model}: {self.config.vocab} tokens in its vocabulary, the tokenizer's largest id is "
                             f"{tokenizer.vocab_size - 1}")
         self.ops = choose_ops(o.device, o.precision)
-        request = plan.Request(self.config, o.seq, o.batch, o.micro_batch, o.precision, o.grads, o.clip, o.device)
+        request = plan.Request(self.config, o.seq, o.batch, o.micro_batch, o.precision, o.grads, o.clip, o.device, resident=o.resident)
         self.plan = plan.make_plan(request, self.machine, self.ops)
         self.validates_on_training_text = validation_documents.validation_is_training_text
         self.step = self.skipped_in_a_row = self.skipped_steps = self.empty_steps = 0

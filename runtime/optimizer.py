@@ -19,12 +19,12 @@ import torch
 
 from runtime.host_adamw import AdamWStep, adamw_step, update, warm_up
 from runtime.slabs import Slab
-from runtime.state import HostState
+from runtime.state import ModelState
 
 # elements of a range: some 4 ms of one core
 RANGE = 1 << 20
 # Pascanu et al., arXiv 1211.5063, as torch.nn.utils.clip_grad_norm_ guards it
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def update_threads(cores: int) -> int:
 
 def clip_factor(norm: float, max_norm: float) -> float:
     """What gradients are multiplied with: never above 1, and 1 for a norm of 0."""
-    return min(1.0, max_norm / (norm + _NORM_EPS))
+    return min(1.0, max_norm / (norm + NORM_EPS))
 
 
 @dataclasses.dataclass
@@ -97,7 +97,7 @@ class HostOptimizer:
     of, so that none waits for the slowest at a unit's end.
     """
 
-    def __init__(self, state: HostState, adamw: AdamW, threads: int, grad_dtype: torch.dtype):
+    def __init__(self, state: ModelState, adamw: AdamW, threads: int, grad_dtype: torch.dtype):
         """threads: that update. grad_dtype: of the gradients in the slabs."""
         self.state, self.adamw = state, adamw
         self._bf16_gradients = grad_dtype == torch.bfloat16

@@ -31,6 +31,7 @@ class Options:
     grads: str
     seed: int
     device: str
+    resident: int | None
     host_memory: str | None
     threads: int | None
     eval_every: int
@@ -46,7 +47,7 @@ class Options:
 _TINY = dict(seq=128, batch=16, steps=230, lr=4e-3, warmup=20, sample=160)
 _LARGE = dict(seq=4096, batch=8, steps=1000, lr=3e-4, warmup=50, sample=0)
 _COMMON = dict(data=None, micro_batch=None, pack=True, schedule="cosine", weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8,
-               clip="exact", max_norm=1.0, grads="bf16", seed=1, host_memory=None, threads=None, eval_every=0, log_every=1,
+               clip="exact", max_norm=1.0, grads="bf16", seed=1, resident=None, host_memory=None, threads=None, eval_every=0, log_every=1,
                save=True, save_every=0, keep_checkpoints=2, wandb="offline")
 
 # a run that is resumed goes on with these or is another run; its text too, by content (runtime/checkpoint.check_same_run)
@@ -83,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
           max_norm=(float, "gradients are scaled down to this norm (1.0)"))
     group("machine", device=(("cpu", "cuda"), "where to compute (cuda if there is one)"),
           precision=(("bf16", "fp32"), "working weights and activations (bf16 on a GPU, fp32 on a CPU); masters are fp32"),
+          resident=(int, "units whose state stays in HBM, from the embedding on (planned)"),
           grads=(("bf16", "fp32"), "in which gradients leave the device (bf16; fp32 with --precision fp32)"),
           host_memory=(str, "bytes this run may use, as 128GiB or 1.5TB (what the machine has free)"),
           threads=(int, "of the CPU's AdamW (cores - 2, at least 1)"))
@@ -107,7 +109,7 @@ def resolve(given: argparse.Namespace, saved: dict[str, Any] | None, has_gpu: bo
     defaults["precision"] = "bf16" if device == "cuda" else "fp32"
     if saved:
         # where it runs may change between two starts
-        defaults |= {name: saved[name] for name in saved if name not in ("device", "host_memory", "threads", "micro_batch")}
+        defaults |= {name: saved[name] for name in saved if name not in ("device", "resident", "host_memory", "threads", "micro_batch")}
     values = defaults | flags
     if given.tokens is not None:
         if given.steps is not None:
@@ -131,6 +133,8 @@ def _check(values: dict[str, Any]) -> None:
     for name in ("lr", "warmup", "weight_decay", "eval_every", "save_every", "sample", "seed"):
         if not 0 <= values[name] < math.inf:
             raise UserError(f"{_flag(name)} {values[name]}: at least 0" + ", and finite" * isinstance(values[name], float))
+    if values["resident"] is not None and values["resident"] < 0:
+        raise UserError(f"--resident {values['resident']}: at least 0")
     if values["seed"] > MAX_SEED:
         raise UserError(f"--seed {values['seed']}: at most {MAX_SEED}")
     for name in ("beta1", "beta2"):

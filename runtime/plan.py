@@ -1,7 +1,8 @@
 """The plan: every byte on the host and on the device before the first one is touched, and whether they fit.
 
-What is free to choose here: the micro-batch, and what each layer keeps for backward, most useful first, until HBM is
-full. A machine without a GPU has one memory for both tables.
+What is free to choose here: the micro-batch, which units' state stays in HBM (the first ones), and what each layer keeps for
+backward, most useful first, until HBM is full; of all numbers of resident units, the one whose step is predicted shortest. A
+machine without a GPU has one memory for both tables.
 """
 import dataclasses
 import types
@@ -16,7 +17,8 @@ from runtime.arena import Arena
 from runtime.buffers import BATCH_ARRAYS, Buffers, Shape, take_saved
 from runtime.host import PAGE_BYTES, round_to_pages
 from runtime.machine import Machine, format_bytes
-from runtime.state import unit_layouts
+from runtime.predict import H200, step_seconds
+from runtime.state import take_resident, unit_layouts, unit_name
 
 # Python, torch, the CUDA context and its compiled kernels
 HOST_RESERVE_BYTES = 3 << 29
@@ -32,7 +34,8 @@ STATE_BYTES = 12
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a run asks for. rows: sequences a step. micro_rows: of a micro-batch, or None to let the plan choose."""
+    """What a run asks for. rows: sequences a step. micro_rows: of a micro-batch, resident: units whose state lies on the device,
+    from the first on; None lets the plan choose."""
     config: ModelConfig
     T: int
     rows: int
@@ -42,6 +45,7 @@ class Request:
     clip: str
     device: str
     slots: int = 2
+    resident: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,13 +59,15 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A request with everything chosen. host, device: bytes by purpose. num_slabs: host buffers of gradients."""
+    """A request with everything chosen. host, device: bytes by purpose. num_slabs: host buffers of gradients. step_s: seconds
+    a step is predicted to take, None on a CPU."""
     request: Request
     shape: Shape
     num_slabs: int
     host: dict[str, int]
     device: dict[str, int]
     machine: Machine
+    step_s: float | None
 
     @property
     def missing(self) -> dict[str, int]:
@@ -85,12 +91,23 @@ class Plan:
             f"  keep    boundaries everywhere; everything in {full} of {c.layers} layers"
             + ("" if full == c.layers else f", the others {', '.join(sorted(least)) or 'nothing else'}"),
             f"  clip    {r.clip}; gradients leave in {str(s.grad_dtype).removeprefix('torch.')}, {self.num_slabs} slabs",
+            *self._places(),
             self._table("host", self.host, self.machine.host_bytes, self.machine.host_limit_source)]
         if r.device == "cpu":
             lines.append(self._table("compute", self.device, self.machine.host_bytes, "the same memory"))
         else:
             lines.append(self._table("HBM", self.device, self.machine.hbm_free_bytes, f"{self.machine.gpu_name}, free now"))
         return "\n".join(lines)
+
+    def _places(self) -> list[str]:
+        """Where updates run, and what the step is predicted to take; of a CPU there is nothing to tell."""
+        if self.request.device == "cpu":
+            return []
+        units, resident = self.request.config.layers + 2, len(self.shape.resident)
+        last = unit_name(self.request.config, resident - 1) if resident else ""
+        where = {0: "host", units: "all resident in HBM"}.get(resident, f"resident in HBM up to {last}, host behind it")
+        tokens = self.request.rows * self.request.T
+        return [f"  update  {where}; a step is predicted to take {self.step_s:.3g} s, {tokens / self.step_s:,.0f} tokens/s"]
 
     def _table(self, name: str, table: dict[str, int], limit: int, source: str) -> str:
         parts = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in table.items())
@@ -105,14 +122,27 @@ def make_plan(request: Request, machine: Machine, ops: types.ModuleType) -> Plan
     micro_rows = request.micro_rows or _micro_rows(request)
     if request.rows % micro_rows:
         raise UserError(f"--micro-batch {micro_rows}: a step of --batch {request.rows} sequences does not divide into it")
-    num_slabs = c.layers + 2 if request.clip == "exact" else min(ROTATING_SLABS, c.layers + 2)
     nothing = Shape(c, request.T, micro_rows, request.rows // micro_rows, (frozenset(),) * c.layers, request.slots,
                     HEAD_CHUNK[request.device], request.dtype, request.grad_dtype, ops.partials_elements(c, micro_rows * request.T))
-    host = host_table(nothing, request.clip, num_slabs)
+    units = c.layers + 2
+    if request.resident is not None and request.resident > units:
+        raise UserError(f"--resident {request.resident}: {c.name} has {units} units (embedding, {c.layers} layers, head)")
+    choices = range(units + 1) if request.resident is None and request.device == "cuda" else [request.resident or 0]
+    plans = [_with_resident(request, nothing, num_resident, machine) for num_resident in choices]
+    fitting = [p for p in plans if not p.missing]
+    return min(fitting, key=lambda p: p.step_s or 0.0) if fitting else plans[0]
+
+
+def _with_resident(request: Request, nothing: Shape, num_resident: int, machine: Machine) -> Plan:
+    """The plan in which the first units are resident, with as much kept as fits beside them."""
+    s = dataclasses.replace(nothing, resident=frozenset(range(num_resident)))
+    num_streamed = request.config.layers + 2 - num_resident
+    num_slabs = num_streamed if request.clip == "exact" else min(ROTATING_SLABS, num_streamed)
+    host = host_table(s, request.clip, num_slabs)
     free = machine.host_bytes - sum(host.values()) if request.device == "cpu" else machine.hbm_free_bytes
-    free -= sum(device_table(nothing, request.device).values())
-    shape = dataclasses.replace(nothing, keep=_choose_keep(nothing, free))
-    return Plan(request, shape, num_slabs, host, device_table(shape, request.device), machine)
+    s = dataclasses.replace(s, keep=_choose_keep(s, free - sum(device_table(s, request.device).values())))
+    seconds = step_seconds(s, request.clip, H200) if request.device == "cuda" else None
+    return Plan(request, s, num_slabs, host, device_table(s, request.device), machine, seconds)
 
 
 def refuse_unless_fits(plan: Plan, ops: types.ModuleType) -> None:
@@ -130,25 +160,26 @@ def refuse_unless_fits(plan: Plan, ops: types.ModuleType) -> None:
 def host_table(s: Shape, clip: str, num_slabs: int) -> dict[str, int]:
     """Bytes of pinned host memory by purpose, rounded to pages as they will be, and the reserve. A slab has a page for its
     verdict, the batch what the verdicts of all units take."""
-    layouts = unit_layouts(s.config)
-    numels = [layout.numel for layout in layouts]
+    units = unit_layouts(s.config)
+    numels = [layout.numel for u, layout in enumerate(units) if u not in s.resident]
     item = s.dtype.itemsize
     table = {"masters": sum(round_to_pages(n * item) + (round_to_pages(n * 2) if item == 2 else 0) for n in numels),
              "moments": 2 * sum(round_to_pages(n * 4) for n in numels),
              "slabs": sum(round_to_pages(n * s.grad_dtype.itemsize) + PAGE_BYTES for n in slab_numels(s, clip, num_slabs)),
-             "batch": round_to_pages(s.micro_batches * len(BATCH_ARRAYS) * s.N * 4) + round_to_pages(len(numels) * 3 * 8)}
+             "batch": round_to_pages(s.micro_batches * len(BATCH_ARRAYS) * s.N * 4) + round_to_pages(len(units) * 3 * 8)}
     return table | {"reserve": HOST_RESERVE_BYTES}
 
 
 def slab_numels(s: Shape, clip: str, num_slabs: int) -> list[int]:
     """Elements of each slab, in the order in which gradients come: head, layers from the last, embedding."""
-    numels = [layout.numel for layout in reversed(unit_layouts(s.config))]
-    return numels if clip == "exact" else [max(numels)] * num_slabs
+    numels = [layout.numel for u, layout in reversed(list(enumerate(unit_layouts(s.config)))) if u not in s.resident]
+    return numels if clip == "exact" else [max(numels, default=0)] * num_slabs
 
 
 def device_table(s: Shape, device: str) -> dict[str, int]:
     """Bytes on the device by purpose, counted by laying them out without memory."""
     arena = Arena("meta", 0, s.dtype)
+    take_resident(s.config, s.dtype, s.grad_dtype, s.resident, arena.take)
     Buffers.take(s, arena.take)
     return arena.table | ({"reserve": DEVICE_RESERVE_BYTES} if device == "cuda" else {})
 

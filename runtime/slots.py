@@ -68,3 +68,24 @@ class Slots:
     def release(self, unit: int) -> None:
         """After the last reader was launched: the next copy into the slot may start when it is through."""
         self.streams.compute.record(self._slot(unit).free)
+
+
+class Resident:
+    """What Slots is for units that stream, for those whose weights never leave the device: there is nothing to wait for, as
+    compute itself updates them."""
+
+    def __init__(self, bound: dict[int, Weights], streams: Streams):
+        """bound: the units' working weights."""
+        self._bound, self._never = bound, streams.event()
+
+    def fetch(self, unit: int, version: int, pieces: list[tuple[torch.Tensor, int]]) -> None:
+        pass
+
+    def weights(self, unit: int) -> Weights:
+        return self._bound[unit]
+
+    def ready(self, unit: int) -> Any:
+        return self._never
+
+    def release(self, unit: int) -> None:
+        pass

@@ -7,13 +7,13 @@ import torch
 from model import reference
 from model.block import rope_tables
 from runtime.arena import Arena
-from runtime.buffers import BATCH_ARRAYS, Buffers
+from runtime.buffers import BATCH_ARRAYS, Buffers, Shape
 from runtime.engine import Engine, MicroBatch, StepResult
 from runtime.host import HostMemory, Pinner
 from runtime.optimizer import AdamW, HostOptimizer
 from runtime.plan import Plan, slab_numels
 from runtime.slabs import Slab, Slabs
-from runtime.state import HostState, unit_name
+from runtime.state import RESIDENT, ModelState, take_resident, unit_name
 from runtime.streams import Streams
 
 
@@ -35,7 +35,7 @@ class Trainer:
         self.plan, self.ops, self.streams = plan, ops, streams
         self.memory, self.optimizer = HostMemory(pinner, progress=progress), None
         try:
-            self.state = HostState(plan.request.config, plan.shape.dtype, self.memory)
+            self.state = self._make_state(plan.shape)
             self._slabs = self._make_slabs()
             self._batch = [torch.empty(0, dtype=torch.uint8)] * 2
             self.optimizer = HostOptimizer(self.state, adamw, threads, plan.shape.grad_dtype)
@@ -45,12 +45,14 @@ class Trainer:
             raise
 
     def lay_out(self, plan: Plan) -> None:
-        """Takes the device's memory and builds the engine over it; again, for another plan of the same model and clip."""
+        """Takes the device's memory and builds the engine over it; again, for another plan of the same model, clip and resident
+        units."""
         self.plan, s, c = plan, plan.shape, plan.request.config
         # the old arena has to go before the new one is taken
         self.engine = None
         batch, verdicts = self._host_batch(4 * s.micro_batches * len(BATCH_ARRAYS) * s.N, 8 * 3 * (c.layers + 2))
-        arena = Arena(plan.request.device, sum(size for name, size in plan.device.items() if name != "reserve"), s.dtype)
+        others = ("reserve", *RESIDENT)
+        arena = Arena(plan.request.device, sum(size for name, size in plan.device.items() if name not in others), s.dtype)
         buffers = Buffers.take(s, arena.take)
         for table, values in zip((buffers.workspace.cos, buffers.workspace.sin), rope_tables(c, s.T, arena.device), strict=True):
             table.copy_(values)
@@ -61,6 +63,12 @@ class Trainer:
                              batch.view(torch.int32).view(s.micro_batches, len(BATCH_ARRAYS), s.N),
                              verdicts.view(torch.float64).view(-1, 3), self.ops)
 
+    def _make_state(self, s: Shape) -> ModelState:
+        """The resident units' state has an arena of its own: it stays when another plan is laid out."""
+        arena = Arena(self.plan.request.device, sum(self.plan.device.get(name, 0) for name in RESIDENT), s.dtype)
+        resident = take_resident(s.config, s.dtype, s.grad_dtype, s.resident, arena.take)
+        return ModelState(s.config, s.dtype, self.memory, resident)
+
     def _host_batch(self, *sizes: int) -> list[torch.Tensor]:
         """Pinned memory of these sizes; what an earlier plan took is used again if it is enough."""
         if any(have.numel() < size for have, size in zip(self._batch, sizes, strict=True)):
@@ -70,6 +78,9 @@ class Trainer:
     def _make_slabs(self) -> list[Slab]:
         s, request = self.plan.shape, self.plan.request
         numels = slab_numels(s, request.clip, self.plan.num_slabs)
+        if len(s.resident) == s.config.layers + 2:
+            # no gradient leaves the device
+            return []
         flats = self.memory.allocate("slabs", [n * s.grad_dtype.itemsize for n in numels])
         verdicts = self.memory.allocate("verdicts", [24] * len(numels))
         slabs = []

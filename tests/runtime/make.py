@@ -50,11 +50,11 @@ class NaNArena(Arena):
 
 @contextlib.contextmanager
 def trainer(c, *, T=24, rows=2, micro_rows=1, precision="fp32", grads="bf16", slots=2, streams=None, threads=1, seed=0, keep=None,
-            ops=reference, optimizer=HostOptimizer, **adam):
+            resident=0, ops=reference, optimizer=HostOptimizer, **adam):
     """A trainer with random weights; closed at the end. grads: fp32 whatever it says under precision fp32. adam: of AdamW
     and its schedule."""
     settings = adamw(**adam)
-    plan = make_plan(Request(c, T, rows, micro_rows, precision, grads, settings.clip, "cpu", slots), MACHINE, ops)
+    plan = make_plan(Request(c, T, rows, micro_rows, precision, grads, settings.clip, "cpu", slots, resident), MACHINE, ops)
     if keep is not None:
         shape = dataclasses.replace(plan.shape, keep=(frozenset(keep),) * c.layers)
         plan = dataclasses.replace(plan, shape=shape, device=device_table(shape, "cpu"))
@@ -65,7 +65,8 @@ def trainer(c, *, T=24, rows=2, micro_rows=1, precision="fp32", grads="bf16", sl
         return arenas[-1]
     with mock.patch.multiple("runtime.trainer", Arena=arena, HostOptimizer=optimizer):
         made = Trainer(plan, settings, ops, streams or cpu_streams(), NoPinner(), threads)
-    made.arena, = arenas
+    # the first one holds resident units
+    made.arenas, made.arena = arenas, arenas[-1]
     try:
         made.state.initialize(seed)
         yield made
@@ -178,7 +179,9 @@ def state_bytes(made, unit=None):
 def gradients(made):
     """What the last step's update read, fp32, one flat tensor a unit (exact clipping: a slab each)."""
     made.engine.settle()
-    return [made.engine._slab_of[u].flat[:layout.numel].float() for u, layout in enumerate(made.state.layouts)]
+    resident = made.state.resident
+    return [(resident[u].gradient if u in resident else made.engine._slab_of[u].flat[:layout.numel]).float()
+            for u, layout in enumerate(made.state.layouts)]
 
 
 def fill(made, value, units=None):

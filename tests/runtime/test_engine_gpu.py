@@ -18,11 +18,11 @@ SMALL = ModelConfig("small", layers=5, hidden=512, heads=8, kv_heads=2, head_dim
 STEPS, ROWS, T = 4, 4, 384
 
 
-def run(c=SMALL, *, micro_rows=1, slots=2, streams=None, precision="bf16", clip="exact"):
+def run(c=SMALL, *, micro_rows=1, slots=2, streams=None, precision="bf16", clip="exact", resident=0):
     """Results and masters after a few steps on the GPU."""
     machine = dataclasses.replace(detect(), hbm_free_bytes=8 << 30)
     ops = choose_ops("cuda", precision)
-    plan = make_plan(Request(c, T, ROWS, micro_rows, precision, "bf16", clip, "cuda", slots), machine, ops)
+    plan = make_plan(Request(c, T, ROWS, micro_rows, precision, "bf16", clip, "cuda", slots, resident), machine, ops)
     made = Trainer(plan, adamw(clip=clip, lr=1e-3), ops, streams or cuda_streams(), CudaPinner(), threads=4)
     try:
         made.state.initialize(0)
@@ -41,6 +41,16 @@ def test_NUM6_the_same_run_twice():
 @pytest.mark.parametrize("slots", [3, SMALL.layers])
 def test_streamed_equals_resident_weights(slots):
     assert same(run()[1], run(slots=slots)[1])
+
+
+@pytest.mark.parametrize("clip", ["exact", "layer", "none"])
+@pytest.mark.parametrize("c", [SMALL, dataclasses.replace(SMALL, tied=True, qkv_bias=True)], ids=["plain", "tied"])
+def test_OPT10_any_number_of_resident_units_gives_the_bits_of_none(c, clip):
+    results, host = run(c, clip=clip)
+    for resident in (1, 4, c.layers + 2):
+        mixed, state = run(c, clip=clip, resident=resident)
+        assert [(r.loss, r.grad_norm) for r in mixed] == [(r.loss, r.grad_norm) for r in results]
+        assert same(state, host), resident
 
 
 class SlowCopies(CudaStream):
@@ -79,7 +89,7 @@ def test_updates_during_backward_train_too(clip):
 def test_the_steady_state_allocates_nothing():
     machine = dataclasses.replace(detect(), hbm_free_bytes=8 << 30)
     ops = choose_ops("cuda", "bf16")
-    plan = make_plan(Request(SMALL, T, ROWS, 1, "bf16", "bf16", "exact", "cuda"), machine, ops)
+    plan = make_plan(Request(SMALL, T, ROWS, 1, "bf16", "bf16", "exact", "cuda", resident=3), machine, ops)
     made = Trainer(plan, adamw(), ops, cuda_streams(), CudaPinner(), threads=4)
     try:
         made.state.initialize(0)

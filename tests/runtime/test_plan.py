@@ -21,8 +21,8 @@ GPU = Machine(name="test", cpu_cores=16, host_bytes=128 << 30, host_limit_source
 TIED = dataclasses.replace(TINY, tied=True)
 
 
-def plan_on(machine, c, *, T=24, rows=4, micro_rows=1, precision="fp32", clip="exact", device="cpu"):
-    return make_plan(Request(c, T, rows, micro_rows, precision, "bf16", clip, device), machine, reference)
+def plan_on(machine, c, *, T=24, rows=4, micro_rows=1, precision="fp32", clip="exact", device="cpu", resident=0):
+    return make_plan(Request(c, T, rows, micro_rows, precision, "bf16", clip, device, resident=resident), machine, reference)
 
 
 @pytest.mark.parametrize("clip", ["exact", "layer"])
@@ -138,3 +138,42 @@ def test_exact_clipping_has_a_slab_for_each_unit_and_layer_clipping_a_few():
     grads = host_table(plans["exact"].shape, "exact", c.layers + 2)["slabs"]
     assert grads >= 2 * num_params(c)
     assert plans["layer"].host["slabs"] < grads
+
+
+def test_resident_units_are_chosen_where_they_shorten_the_step_and_fit():
+    """14B whole does not fit the host, and does with its first units in HBM."""
+    def free(c, **changes):
+        return plan_on(dataclasses.replace(GPU, **changes), c, T=4096, rows=8, micro_rows=None, precision="bf16", device="cuda",
+                       resident=None)
+    large = preset("qwen2.5-14b")
+    assert plan_on(GPU, large, T=4096, rows=8, micro_rows=None, precision="bf16", device="cuda").missing
+    plan = free(large)
+    assert not plan.missing and 0 < len(plan.shape.resident) < large.layers and plan.shape.resident == set(range(len(plan.shape.resident)))
+    for hbm in (8, 16, 32, 64, 139):
+        plan = free(preset("qwen2.5-7b"), hbm_free_bytes=hbm << 30)
+        fewer = [plan_on(dataclasses.replace(GPU, hbm_free_bytes=hbm << 30), preset("qwen2.5-7b"), T=4096, rows=8, micro_rows=None,
+                         precision="bf16", device="cuda", resident=n) for n in (0, 4, 9)]
+        assert all(plan.step_s <= other.step_s for other in fewer if not other.missing)
+
+
+def test_a_model_that_is_all_resident_leaves_nothing_on_the_host():
+    c = preset("smollm2-135m")
+    plan = plan_on(GPU, c, T=64, precision="bf16", device="cuda", resident=c.layers + 2)
+    assert plan.host["masters"] == plan.host["moments"] == plan.host["slabs"] == 0 and not plan.missing
+    # 12 bytes of state and 2 of gradient a parameter
+    assert plan.device["resident state"] + plan.device["resident gradients"] >= 14 * num_params(c)
+
+
+def test_more_resident_units_than_there_are_is_refused_by_flag():
+    with pytest.raises(UserError, match=r"^--resident 6: test has 5 units \(embedding, 3 layers, head\)$"):
+        plan_on(MACHINE, TINY, resident=6)
+
+
+@pytest.mark.parametrize("resident", [1, 3, 5])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_tables_hold_with_resident_units(resident, precision):
+    with trainer(TIED, precision=precision, resident=resident) as made:
+        plan, taken = made.plan, made.memory.table
+        arenas = [arena.used_bytes for arena in made.arenas]
+        assert sum(arenas) == sum(plan.device.values()) and arenas == [arena.num_bytes for arena in made.arenas]
+        assert sum(taken.values()) == sum(size for name, size in plan.host.items() if name != "reserve")

@@ -30,7 +30,7 @@ class Reader:
 
     def watch(self, engine):
         b = engine.buffers
-        kinds = {"layer": b.layer_slots, "embedding": [b.embedding_slot], "head": [b.head_slot]}
+        kinds = {"layer": b.layer_slots, "embedding": b.embedding_slots, "head": b.head_slots}
         self.slots = {buffer.data_ptr(): kind for kind, buffers in kinds.items() for buffer in buffers}
 
     def _operand(self, w, name):
