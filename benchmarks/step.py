@@ -90,29 +90,44 @@ def main() -> int:
     for batch in a.batch:
         for mode in MODES if a.streaming_cost and batch == a.batch[0] else MODES[:1]:
             slots = config.layers if mode == "resident" else 2
-            plan = make_plan(Request(config, a.seq, batch, a.micro_batch, precision, a.grads, a.clip, device, slots), machine, ops)
+            resident = 0 if a.streaming_cost else a.resident
+            request = Request(config, a.seq, batch, a.micro_batch, precision, a.grads, a.clip, device, slots, resident)
+            plan = make_plan(request, machine, ops)
             refuse_unless_fits(plan, ops)
             plans.append((plan, mode))
-    began = time.perf_counter()
-    trainer = Trainer(plans[0][0], adamw, ops, cuda_streams() if device == "cuda" else cpu_streams(),
-                      CudaPinner() if device == "cuda" else NoPinner(), a.threads or update_threads(machine.cpu_cores))
+    trainer, runs = None, []
     try:
-        trainer.state.initialize(1, device)
-        print(f"host memory taken and weights drawn in {time.perf_counter() - began:.1f} s", flush=True)
-        runs = []
         for plan, mode in plans:
             print(f"{mode}\n{plan.page()}", flush=True)
-            if plan is not plans[0][0]:
+            if trainer and trainer.plan.shape.resident == plan.shape.resident:
                 trainer.lay_out(plan)
+            else:
+                if trainer:
+                    trainer.close()
+                    # its device memory goes before the next one's is taken
+                    trainer = None
+                trainer = begin(plan, adamw, ops, a.threads or update_threads(machine.cpu_cores))
             runs.append(measure(trainer, plan, a.steps, mode))
             peaks = report.peaks()
             print(runs[-1], flush=True)
     finally:
-        trainer.close()
+        if trainer:
+            trainer.close()
     shape = dataclasses.asdict(config)
     report.finish(a.name, {"shape": shape, "parameters": num_params(config), "precision": precision, "clip": a.clip,
                            "runs": runs} | peaks, Path(a.out) if a.out else None)
     return 0
+
+
+def begin(plan, adamw: AdamW, ops, threads: int) -> Trainer:
+    """A trainer for the plan, its weights drawn."""
+    began = time.perf_counter()
+    device = plan.request.device
+    trainer = Trainer(plan, adamw, ops, cuda_streams() if device == "cuda" else cpu_streams(),
+                      CudaPinner() if device == "cuda" else NoPinner(), threads)
+    trainer.state.initialize(1, device)
+    print(f"memory taken and weights drawn in {time.perf_counter() - began:.1f} s", flush=True)
+    return trainer
 
 
 def measure(trainer: Trainer, plan, num_steps: int, mode: str) -> dict:
@@ -146,6 +161,7 @@ def measure(trainer: Trainer, plan, num_steps: int, mode: str) -> dict:
     def median(value) -> float:
         return round(statistics.median(value(r.times) for r in measured), 4)
     return {"mode": mode, "tokens": tokens, "batch": request.rows, "seq": T, "micro_batches": shape.micro_batches,
+            "resident_units": len(shape.resident), "predicted_s": plan.step_s and round(plan.step_s, 4),
             "layers_that_keep": {name: sum(name in keep for keep in shape.keep) for name in KEEPS},
             "step_s": {name: round(value, 4) for name, value in report.spread(seconds).items()},
             "model_tflops": round(flops / step_s / 1e12, 1), "tokens_per_s": round(tokens / step_s),
@@ -188,6 +204,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--clip", choices=("exact", "layer", "none"), default="exact")
     p.add_argument("--precision", choices=("bf16", "fp32"))
     p.add_argument("--grads", choices=("bf16", "fp32"), default="bf16")
+    p.add_argument("--resident", type=int, help="units whose state stays in HBM (planned; 0: all state on the host)")
     p.add_argument("--streaming-cost", action="store_true", help="measure without AdamW too, streamed and resident")
     p.add_argument("--threads", type=int)
     p.add_argument("--host-memory")
