@@ -267,7 +267,7 @@ HOPPER_TILES = {
 _WIDE, _SQUARE = Tile(128, 256, 32, 32, 4, 8, False, 1.0), Tile(128, 128, 64, 32, 4, 8, False, 0.8)
 TILES = {
     "sm_90": HOPPER_TILES,
-    "sm_80": {"linear": (_WIDE, _SQUARE), "dgrad": (_WIDE, _SQUARE), "wgrad": (_SQUARE,), "dgrad_swiglu": (_SQUARE,)},
+    "sm_80": {"linear": (_WIDE, _SQUARE), "dgrad": (_WIDE, _SQUARE), "wgrad": (_SQUARE._replace(BR=32),), "dgrad_swiglu": (_SQUARE,)},
     "sm_89": dict.fromkeys(HOPPER_TILES, (_SQUARE._replace(stages=3),)),
     "sm_120": dict.fromkeys(HOPPER_TILES, (_SQUARE._replace(stages=3),)),
     # warps of 64; two stages are one in shared memory and one in registers
